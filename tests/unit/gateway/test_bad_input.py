@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 from headrace_gateway.access.keys import KeyRing
 from headrace_gateway.access.refusals import ApiError
-from headrace_gateway.apis.messages_api.request import MessagesRequest
+from headrace_gateway.apis.messages_api.request import MessagesRequest, parse_messages
 from headrace_gateway.apis.responses_api import request as responses_request
 from headrace_gateway.apis.responses_api.request import ResponsesRequest
 from headrace_gateway.capture.turn_events import capture
@@ -224,6 +224,19 @@ async def test_no_value_of_another_type_fails_the_gateway(
                 )
         assert (await served.client.post(route, json=body)).status_code in (200, 202)
     assert statuses[400] + statuses[422] > 10, statuses
+
+
+@pytest.mark.parametrize("name", ["session_id", "account_uuid", "device_id"])
+@pytest.mark.parametrize("value", [r'"\ud800"', r'"a\u0000b"', '"' + "x" * 5000 + '"', "9" * 5000, "1e999", "[" * 5000])
+def test_json_inside_of_a_label_is_read_ignored_or_refused_by_name(name: str, value: str) -> None:
+    """Claude Code sends JSON inside of `user_id`. What it holds must fit the JSON of the translated request."""
+    body = {**GOOD, "max_tokens": 1, "metadata": {"user_id": f'{{"{name}": {value}}}'}}
+    if "u0000" in value:
+        with pytest.raises(ApiError, match="metadata: must not contain NUL"):
+            parse_messages(json.dumps(body).encode(), strict())
+        return
+    _, request = parse_messages(json.dumps(body).encode(), strict())
+    assert (request.metadata or {}).get("user_id")
 
 
 USER = {"role": "user", "content": "hello"}

@@ -173,6 +173,7 @@ def test_a_lark_grammar_is_the_pattern_of_its_texts(definition: str, texts: list
         "start: PYTHON\n%import common.PYTHON",
         'start: "a" }',
         'start: ("a"',
+        r'start: "\ud800"',
         'start: "a" )',
         "start: /x/q",
         "start: " + "(" * 100 + '"a"' + ")" * 100,

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, JsonValue
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
 from headrace_gateway.access.refusals import ApiError
 from headrace_gateway.apis.messages_api.blocks import Json, MessageParam, SystemContent, chat_messages
@@ -236,8 +235,8 @@ def _metadata(metadata: JsonObject | None) -> Json | None:
         labels |= {"user_id": word[2] or word[1], CLIENT_SESSION: word[3]}
     elif user.startswith("{"):
         try:
-            parts = json.loads(user)
-        except (ValueError, RecursionError):
+            parts = from_json(user)  # refuses lone surrogates, which no label can hold
+        except ValueError:
             return labels
         session = parts.get("session_id")
         person = parts.get("account_uuid") or parts.get("device_id")

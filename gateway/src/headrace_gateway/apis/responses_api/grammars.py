@@ -6,12 +6,12 @@ replica's grammar library applies the pattern to the text inside of the JSON str
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pydantic import JsonValue
+from pydantic_core import from_json
 
 _PATTERN_LENGTH_MAX = 1024
 """Longest pattern that replicas hold an answer to."""
@@ -238,9 +238,9 @@ def _common(name: str) -> str:
 
 def _text(literal: str) -> str:
     try:
-        text = json.loads(literal)
-    except (ValueError, RecursionError):
-        raise NotRegularError("a string has an escape that JSON lacks") from None
+        text = from_json(literal)
+    except ValueError:
+        raise NotRegularError("a string has an escape that JSON lacks, or half of a surrogate pair") from None
     assert isinstance(text, str)
     return text
 
