@@ -29,7 +29,7 @@ from headrace_runtime.stream.faust_host import FaustHost, _record
 from headrace_runtime.stream.outbox import Outbox
 from headrace_schemas import Event
 from headrace_scorer import feedback_matching
-from headrace_scorer.feedback_matching import ClosedTrajectory, FeedbackSet, PlacedFeedback
+from headrace_scorer.feedback_matching import ClosedRuns, FeedbackSet, PlacedFeedback
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.lineage import opening
@@ -98,7 +98,7 @@ def _zero_for_nothing(
 
 def _by_the_clock(
     trajectory_id: str,
-    peers: Sequence[ClosedTrajectory],
+    peers: ClosedRuns,
     listing: Iterable[PlacedFeedback],
     general: Iterable[PlacedFeedback],
 ) -> FeedbackSet:
@@ -107,7 +107,7 @@ def _by_the_clock(
     return FeedbackSet(tuple(sorted(listed.all, key=lambda feedback: (feedback.time, feedback.feedback_id))))
 
 
-def _next_by_the_clock(feedback: PlacedFeedback, peers: Sequence[ClosedTrajectory]) -> frozenset[str]:
+def _next_by_the_clock(feedback: PlacedFeedback, peers: ClosedRuns) -> frozenset[str]:
     """Plant feedback about a session that goes to the next closed run, by the clocks of a gateway and the collector."""
     return _TARGETS(replace(feedback, turns_until=None), peers)
 

@@ -188,6 +188,25 @@ async def test_a_preference_over_two_sessions_is_charged_twice(tmp_path: Path) -
         assert statuses[-1] == 429
 
 
+async def test_feedback_with_many_values_is_charged_for_them(tmp_path: Path) -> None:
+    async with gateway(tmp_path, limits_per_key={"requests_per_s": 0.001, "burst": 100}) as served:
+        await until(lambda: served.publisher.connected)
+        turns = [ids.response_id(ONE) for _ in range(100)]
+        body = {"msg_ids": turns, "level": "turn", "parts": {f"p{n}": 1 for n in range(32)}}
+        statuses = [(await served.client.post("/v1/feedback", json=body)).status_code for _ in range(2)]
+        assert statuses == [202, 429], "3,200 values are 3,200 rewards"
+
+
+async def test_one_value_for_a_whole_run_is_charged_as_one(tmp_path: Path) -> None:
+    async with gateway(tmp_path, limits_per_key={"requests_per_s": 0.001, "burst": 20}) as served:
+        await until(lambda: served.publisher.connected)
+        body = {"msg_ids": [ids.response_id(ONE) for _ in range(100)], "value": 1}
+        statuses = [(await served.client.post("/v1/feedback", json=body)).status_code for _ in range(8)]
+        assert statuses == [202] * 8
+
+
+MANY = [ids.response_id(ids.session_key("default", "one")) for _ in range(129)]
+PARTS = {f"p{n}": 1 for n in range(32)}
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"session_id": "one", "value": "0.5"}, "value", "must be a number"),
     ({"session_id": "one", "value": 1, "label": "good"}, "label", "cannot be combined with value"),
@@ -227,6 +246,8 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"session_id": "one", "withdrawn": True, "kind": "preference"}, "preference", "name the two answers"),
     ({"session_id": "one", "value": 1, "ratter": "ann"}, "ratter", "did you mean 'rater'"),
     ({"session_id": "one", "level": "run", "value": 1}, "level", "'turn'"),
+    ({"msg_ids": MANY, "parts": PARTS}, "parts", "4128 values, more than 4096"),
+    ({"msg_ids": MANY, "level": "turn", "parts": PARTS}, "parts", "set level to session"),
 ]
 
 
@@ -268,6 +289,13 @@ def record(**fields: Any) -> bytes:
 def test_the_topic_has_the_rules_of_http(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidEvent, match=message):
         Feedback.from_json(record(**fields))
+
+
+def test_the_values_of_feedback_are_bounded_on_the_topic_and_at_the_bound_they_are_taken() -> None:
+    with pytest.raises(InvalidEvent, match="4128 values"):
+        Feedback.from_json(record(msg_ids=MANY, parts=PARTS))
+    assert Feedback.from_json(record(msg_ids=MANY[1:], parts=PARTS)).value_count == 4096
+    assert Feedback.from_json(record(msg_ids=MANY, parts=PARTS, level="session")).value_count == 32
 
 
 def test_what_the_first_releases_sent_is_still_read() -> None:

@@ -7,6 +7,7 @@ rater for each target counts (pitfall 27).
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from headrace_schemas import Feedback, Message
 from headrace_schemas.events.opinion import ComparedAnswer, Preference
 from headrace_scorer.feedback_entries import ANY_CHOICE, EntryKey, FeedbackEntry, entries_of, thumbs_of
 from headrace_scorer.feedback_matching import (
+    ClosedRuns,
     ClosedTrajectory,
     FeedbackSet,
     PlacedFeedback,
@@ -42,12 +44,18 @@ def word(
     return PlacedFeedback(event, offset, turns_until, trajectories_until)
 
 
+def target_of(record: PlacedFeedback, peers: Sequence[ClosedTrajectory]) -> frozenset[str]:
+    return target_trajectories(record, ClosedRuns(peers))
+
+
 def feedback_set(*listing: Feedback, general: tuple[Feedback, ...] = ()) -> FeedbackSet:
     """Return the feedback set: general feedback first, then feedback with turn ids, each in the order of the
     arguments."""
     everything = [word(item, index) for index, item in enumerate((*general, *listing))]
     lists = [item for item in everything if item.event.msg_ids]
-    return feedback_for("t", [closed("t", 0)], lists, [item for item in everything if not item.event.msg_ids])
+    return feedback_for(
+        "t", ClosedRuns([closed("t", 0)]), lists, [item for item in everything if not item.event.msg_ids]
+    )
 
 
 TWO = [closed("first", 10, at=1), closed("second", 20, at=2)]
@@ -56,56 +64,54 @@ TWO = [closed("first", 10, at=1), closed("second", 20, at=2)]
 def test_feedback_about_a_session_means_what_had_begun_last() -> None:
     for clock in (0.0, 1.5, 9.0):
         event = feedback(at=clock)
-        assert target_trajectories(word(event, turns_until=11), TWO) == {"first"}
-        assert target_trajectories(word(event, turns_until=20), TWO) == {"first"}, "the second began after it was given"
-        assert target_trajectories(word(event, turns_until=21), TWO) == {"second"}
+        assert target_of(word(event, turns_until=11), TWO) == {"first"}
+        assert target_of(word(event, turns_until=20), TWO) == {"first"}, "the second began after it was given"
+        assert target_of(word(event, turns_until=21), TWO) == {"second"}
 
 
 def test_else_it_means_what_began_first() -> None:
-    assert target_trajectories(word(feedback(), turns_until=5), TWO) == {"first"}
-    assert target_trajectories(word(feedback(), turns_until=5), []) == frozenset()
+    assert target_of(word(feedback(), turns_until=5), TWO) == {"first"}
+    assert target_of(word(feedback(), turns_until=5), []) == frozenset()
 
 
 def test_what_is_closed_together_is_meant_together() -> None:
     peers = [closed("a", 1, at=10), closed("b", 3, at=10), closed("c", 20, at=20)]
-    assert target_trajectories(word(feedback(), turns_until=2), peers) == {"a", "b"}
+    assert target_of(word(feedback(), turns_until=2), peers) == {"a", "b"}
 
 
 def test_what_was_ingested_began_when_it_was_sent() -> None:
     peers = [closed("first", None, at=1, offset=4), closed("second", None, at=2, offset=9)]
-    assert target_trajectories(word(feedback(), turns_until=0, trajectories_until=5), peers) == {"first"}
-    assert target_trajectories(word(feedback(), turns_until=0, trajectories_until=10), peers) == {"second"}
+    assert target_of(word(feedback(), turns_until=0, trajectories_until=5), peers) == {"first"}
+    assert target_of(word(feedback(), turns_until=0, trajectories_until=10), peers) == {"second"}
 
 
 def test_what_was_ingested_counts_as_later_than_what_the_gateway_saw_begin() -> None:
     peers = [closed("sampled", 3, at=1), closed("ingested", None, at=2, offset=0)]
-    assert target_trajectories(word(feedback(), turns_until=4, trajectories_until=1), peers) == {"ingested"}
-    assert target_trajectories(word(feedback(), turns_until=4, trajectories_until=0), peers) == {"sampled"}
-    assert target_trajectories(word(feedback(), turns_until=4), peers) == {"sampled"}
-    assert target_trajectories(word(feedback(), turns_until=0, trajectories_until=0), peers) == {"sampled"}, (
-        "nothing had begun"
-    )
+    assert target_of(word(feedback(), turns_until=4, trajectories_until=1), peers) == {"ingested"}
+    assert target_of(word(feedback(), turns_until=4, trajectories_until=0), peers) == {"sampled"}
+    assert target_of(word(feedback(), turns_until=4), peers) == {"sampled"}
+    assert target_of(word(feedback(), turns_until=0, trajectories_until=0), peers) == {"sampled"}, "nothing had begun"
 
 
 def test_what_no_gateway_stamped_has_only_its_time() -> None:
-    assert target_trajectories(word(feedback(at=1)), TWO) == {"first"}, "it came as that was closed"
-    assert target_trajectories(word(feedback(at=1.5)), TWO) == {"second"}
-    assert target_trajectories(word(feedback(at=3)), TWO) == {"second"}
-    assert target_trajectories(word(feedback(at=0.5)), TWO) == {"first"}
+    assert target_of(word(feedback(at=1)), TWO) == {"first"}, "it came as that was closed"
+    assert target_of(word(feedback(at=1.5)), TWO) == {"second"}
+    assert target_of(word(feedback(at=3)), TWO) == {"second"}
+    assert target_of(word(feedback(at=0.5)), TWO) == {"first"}
 
 
 def test_a_new_trajectory_may_take_over_what_was_said() -> None:
     late = word(feedback(), turns_until=21)
-    assert trajectories_losing_feedback("second", TWO, [late]) == ["first"]
-    assert trajectories_losing_feedback("second", TWO, [word(feedback(), turns_until=15)]) == []
+    assert trajectories_losing_feedback("second", ClosedRuns(TWO), [late]) == ["first"]
+    assert trajectories_losing_feedback("second", ClosedRuns(TWO), [word(feedback(), turns_until=15)]) == []
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5, unique=True), st.integers(0, 40))
 def test_displacement_is_the_difference_that_a_trajectory_makes(begins: list[int], until: int) -> None:
     peers = [closed(str(n), began, at=n) for n, began in enumerate(begins)]
     record = word(feedback(), turns_until=until)
-    before, after = target_trajectories(record, peers[:-1]), target_trajectories(record, peers)
-    assert trajectories_losing_feedback(peers[-1].trajectory_id, peers, [record]) == sorted(before - after)
+    before, after = target_of(record, peers[:-1]), target_of(record, peers)
+    assert trajectories_losing_feedback(peers[-1].trajectory_id, ClosedRuns(peers), [record]) == sorted(before - after)
 
 
 def test_facts_and_names_of_feedback_go_before_those_of_the_trajectory() -> None:

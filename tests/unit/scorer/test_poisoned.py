@@ -85,7 +85,7 @@ async def test_results_that_cannot_be_entered(open_scorer: Open, monkeypatch: py
     async with open_scorer(half) as rig:
         trajectories = several(5)
         await rig.stream.deliver(*trajectories)
-        poison(monkeypatch, scoring, "_rewards", trajectories[2], ERRORS[kind]())
+        poison(monkeypatch, scoring, "function_rewards", trajectories[2], ERRORS[kind]())
         await rig.run_functions()
         assert rewarded_runs(rig) == {
             trajectory.trajectory_id for trajectory in trajectories if trajectory is not trajectories[2]
@@ -331,3 +331,39 @@ async def test_a_backlog_is_leased_as_fast_as_it_is_done(open_scorer: Open) -> N
 def test_an_exception_whose_text_cannot_be_encoded_is_a_failed_call() -> None:
     outcome = worker.run(nul, CallRequest(function="nul", feedback=(), context={}), closed().to_json())
     assert outcome.outcome == "failed"
+
+
+async def test_the_bytes_of_waiting_jobs_are_bounded_and_each_tenant_has_its_turn(
+    open_scorer: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 runs of the largest size would take 4 GB. What does not fit stays in the database and is called later."""
+    size = len(_of("flooder", 0).to_json())
+    monkeypatch.setattr(scoring, "_BYTES_MAX", 10 * size)
+    async with open_scorer(half) as rig:
+        waiting = rig.scoring._waiting
+        await rig.stream.deliver(*[_of("flooder", n) for n in range(60)])
+        assert 9 <= waiting.qsize() <= 11
+        await rig.stream.deliver(_of("quiet", 0))
+        assert waiting.count("quiet") == 1, "a tenant without a job has room"
+        await rig.run_functions()
+        looks = 0
+        while await rig.scoring.lease_jobs(rig.stream.processor):
+            assert 9 <= waiting.qsize() <= 11
+            await rig.run_functions()
+            looks += 1
+        await rig.run_functions()
+        assert (len(rewarded_runs(rig)), looks) == (61, 5)
+        assert await rig.stream.count("jobs") == 0
+
+
+async def test_a_job_that_is_larger_than_all_room_runs_alone(
+    open_scorer: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "_BYTES_MAX", 100)
+    async with open_scorer(half) as rig:
+        await in_database(rig, [_of("flooder", n) for n in range(3)])
+        for _ in range(3):
+            await rig.scoring.lease_jobs(rig.stream.processor)
+            assert rig.scoring._waiting.qsize() == 1
+            await rig.run_functions()
+        assert len(rewarded_runs(rig)) == 3

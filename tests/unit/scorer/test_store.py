@@ -27,7 +27,7 @@ from headrace_schemas.events.opinion import ComparedAnswer, Preference
 from headrace_schemas.values import ids
 from headrace_scorer import ledger, schema, store
 from headrace_scorer.feedback_entries import EntryKey
-from headrace_scorer.feedback_matching import ClosedTrajectory, PlacedFeedback
+from headrace_scorer.feedback_matching import ClosedTrajectory, FeedbackPosition, PlacedFeedback
 from tests.support.streams import Service, bench
 from tests.support.turns import START, ask, closed, feedback, said, user
 from tests.unit.scorer.conftest import Open, Rig, answer, half
@@ -131,14 +131,17 @@ async def test_feedback_is_kept_once_and_read_by_session_tenant_and_turn(tx: Asy
     for run in runs:
         await keep(tx, run)
     about = await store.feedback_about(tx, runs)
-    events = {name: [[record.event for record in records] for records in pair] for name, pair in about.items()}
+    records = await store.load_feedback(tx, (item.name for pair in about.values() for part in pair for item in part))
+    events = {name: [[records[item.name].event for item in part] for part in pair] for name, pair in about.items()}
     assert events == {
         "first": [[listing], [general]],
         "second": [[], [general]],
         "elsewhere": [[in_x[0]], [in_x[1]]],
         "theirs": [[], [forged[1]]],
     }
-    assert about["second"][1] == [PlacedFeedback(general, 7, 3, 4)]
+    size = len(general.to_json())
+    assert about["second"][1] == [FeedbackPosition(general.event_id, 7, 3, 4, size)]
+    assert records[general.event_id] == PlacedFeedback(general, 7, 3, 4, size)
     assert await store.feedback_about(tx, runs[1:2]) == {"second": about["second"]}
 
 
@@ -158,7 +161,7 @@ async def test_large_stored_feedback_is_parsed_in_another_thread(
 
     monkeypatch.setattr(Feedback, "from_stored", watched)
     _, general = (await store.feedback_about(tx, [run]))["run"]
-    assert len(general) == 2
+    assert len(await store.load_feedback(tx, (item.name for item in general))) == 2
     assert parsed == {False: True, True: False}, "whether feedback is large, and whether the event loop parsed it"
 
 

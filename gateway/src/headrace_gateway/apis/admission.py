@@ -19,12 +19,25 @@ from headrace_gateway.settings import Scope as KeyScope
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.http.protocol import BODY_TIMEOUT_S
 from headrace_runtime.process import logs
-from headrace_schemas import Event
+from headrace_schemas import Event, Feedback
 from headrace_schemas.values.ids import decode_name
 
 _TURNS = 8
 _ENVELOPE_BYTES = 500
 """Estimated bytes of an event on the log beyond those of its request."""
+
+
+_VALUES_PER_REQUEST = 8
+"""Values of feedback that count as one request. The scorer stores and publishes a reward for each value."""
+_LISTED_PER_REQUEST = 64
+"""Responses of feedback with one value that count as one request: most such lists are whole runs, with one reward."""
+
+
+def _requests_of(event: Event) -> int:
+    if not isinstance(event, Feedback):
+        return 1
+    is_about_a_run = event.level is None and not event.parts
+    return max(1, event.value_count // (_LISTED_PER_REQUEST if is_about_a_run else _VALUES_PER_REQUEST))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +99,10 @@ class Admission:
     ) -> None:
         """Publish the events of one request of `size_bytes`, each `copies` times.
 
-        Each copy is charged as a request and as stored bytes. Raises `ApiError` 429 or 503.
+        Each copy is charged as a request and as stored bytes, and many values of feedback as several
+        requests. Raises `ApiError` 429 or 503.
         """
-        self.limits.charge(caller, len(events) * copies)
+        self.limits.charge(caller, copies * sum(map(_requests_of, events)))
         await self.publish(*events)
         self.limits.store(caller.tenant, (size_bytes + len(events) * _ENVELOPE_BYTES) * copies)
 

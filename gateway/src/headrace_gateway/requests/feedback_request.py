@@ -8,6 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import BeforeValidator, Field, JsonValue, StrictInt, StringConstraints, model_validator
 
 from headrace_schemas import Message
+from headrace_schemas.events.feedback import check_values
 from headrace_schemas.events.opinion import (
     CHOICE_MAX,
     ChoiceIndex,
@@ -130,6 +131,7 @@ class FeedbackRequest(Model):
     def _one_response_where_one_is_meant(self) -> Self:
         """Check how many responses the feedback names, because each event lists the turns of its session alone."""
         is_single = len(self._named) == 1
+        check_values(self.level, len(self._named), len(self.parts))
         if self.preference is None:
             if (self.edit is not None or self.kind == "edit") and not is_single:
                 raise rule_error("edit", "must name exactly one response; name it as response_id")

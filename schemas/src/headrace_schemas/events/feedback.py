@@ -7,11 +7,13 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from headrace_schemas.events.opinion import Opinion, rule_error
+from headrace_schemas.events.opinion import Level, Opinion, rule_error
 from headrace_schemas.values.base import Event, SessionKey, Text, Timestamp
 from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX, INT32, JsonObject
 from headrace_schemas.values.ids import derived_id, key_of_response, session_key
 
+VALUES_MAX = 4096
+"""Maximum number of values in one feedback: one for each listed response and metric. Each becomes a reward."""
 SESSIONS_MAX = 4096
 """Maximum number of sessions of one run. Its feedback lists at least one turn of each."""
 
@@ -75,6 +77,11 @@ class Feedback(Opinion, Event):
         return max(self.sessions, len({key_of_response(turn) for turn in self.msg_ids} - {None}))
 
     @property
+    def value_count(self) -> int:
+        """The largest number of values that it may give: one for each target and metric."""
+        return value_count(self.level, len(self.msg_ids), len(self.parts))
+
+    @property
     def answer(self) -> tuple[str, int]:
         """The turn and the choice that an edit replaces."""
         return self.msg_ids[0], self.choice or 0
@@ -86,6 +93,7 @@ class Feedback(Opinion, Event):
     @model_validator(mode="after")
     def _target_fits(self) -> Self:
         has_one_turn = len(self.msg_ids) == 1
+        check_values(self.level, len(self.msg_ids), len(self.parts))
         if self.about == "edit" and not (has_one_turn and self.level in (None, "response")):
             raise rule_error("edit", "must name exactly one response, and no level except response")
         if self.choice is not None and not has_one_turn:
@@ -116,6 +124,26 @@ class Feedback(Opinion, Event):
                 "task is about all runs of a task; name only the task, with a value or facts",
             )
         return self
+
+
+def value_count(level: Level | None, responses: int, metrics: int) -> int:
+    """Return the largest number of values in feedback that lists `responses` and gives `metrics` in `parts`.
+
+    Without a level, a part of the responses of a run counts as single turns.
+    """
+    targets = responses if level in (None, "turn") else 1
+    return max(1, targets) * max(1, metrics)
+
+
+def check_values(level: Level | None, responses: int, metrics: int) -> None:
+    """Raise the validation error of feedback with more than `VALUES_MAX` values."""
+    count = value_count(level, responses, metrics)
+    if count > VALUES_MAX:
+        raise rule_error(
+            "parts",
+            f"of {metrics} metrics for each of {responses} responses are {count} values, more than {VALUES_MAX}; list "
+            "fewer responses, or set level to session for values of the whole run",
+        )
 
 
 def task_key(tenant: str, task_id: str) -> str:

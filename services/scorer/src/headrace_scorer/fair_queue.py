@@ -12,16 +12,18 @@ T = TypeVar("T")
 class FairQueue(Generic[T]):
     """Bounded queue that serves its tenants in turn.
 
-    It holds `size` items. When it is full, each tenant may still have up to `reserve` items, to a total of twice
-    `size`.
+    It holds `size` items of together `bytes_max` bytes. When it is full, each tenant may still have up to `reserve`
+    items, to a total of twice `size`, and a tenant without an item one more, to a total of twice `bytes_max`.
     """
 
-    def __init__(self, size: int, reserve: int) -> None:
+    def __init__(self, size: int, reserve: int, bytes_max: int) -> None:
         self._size = size
         self._reserve = reserve
-        self._items: OrderedDict[str, deque[T]] = OrderedDict()
-        """Items of each tenant. The first tenant is served next."""
+        self._bytes_max = bytes_max
+        self._items: OrderedDict[str, deque[tuple[T, int]]] = OrderedDict()
+        """Items of each tenant with their bytes. The first tenant is served next."""
         self._count = 0
+        self._size_bytes = 0
         self._changed = asyncio.Event()
 
     def qsize(self) -> int:
@@ -40,21 +42,30 @@ class FairQueue(Generic[T]):
             size: size of the queue to assume; None for its own size. The tenant's reserve is added.
         """
         reserved = min(self._reserve - self.count(tenant), 2 * self._size - self._count)
-        return max((self._size if size is None else size) - self._count, reserved, 0)
+        slots = max((self._size if size is None else size) - self._count, reserved, 0)
+        return slots if self.free_bytes(tenant) > 0 else 0
 
-    def put_nowait(self, tenant: str, item: T) -> None:
+    def free_bytes(self, tenant: str) -> int:
+        """Return how many bytes of the tenant's items fit. An item that begins within them may be larger."""
+        limit = self._bytes_max if self.count(tenant) else 2 * self._bytes_max
+        free = self._bytes_max - self._size_bytes
+        return free if free > 0 else min(1, max(limit - self._size_bytes, 0))
+
+    def put_nowait(self, tenant: str, item: T, size_bytes: int) -> None:
         """Add an item. The caller must have checked `free_slots`."""
-        self._items.setdefault(tenant, deque()).append(item)
+        self._items.setdefault(tenant, deque()).append((item, size_bytes))
         self._count += 1
+        self._size_bytes += size_bytes
         self._notify()
 
     def get_nowait(self) -> T:
         """Remove the oldest item of the tenant whose turn it is."""
         tenant, items = self._items.popitem(last=False)
-        item = items.popleft()
+        item, size_bytes = items.popleft()
         if items:
             self._items[tenant] = items  # behind all others
         self._count -= 1
+        self._size_bytes -= size_bytes
         self._notify()
         return item
 
@@ -64,8 +75,8 @@ class FairQueue(Generic[T]):
         return self.get_nowait()
 
     async def wait_until_below(self, size: int) -> None:
-        """Wait until fewer than `size` items are queued."""
-        while self._count >= size:
+        """Wait until fewer than `size` items are queued, with less than half of the bytes."""
+        while self._count >= size or self._size_bytes > self._bytes_max // 2:
             await self._changed.wait()
 
     def _notify(self) -> None:

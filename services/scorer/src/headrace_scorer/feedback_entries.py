@@ -21,6 +21,9 @@ from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 ANY_CHOICE = -1
 """Choice in the key of an entry that is about a turn or a trajectory, and not about one answer."""
 
+_REASON_LENGTH_MAX = 1000
+"""Largest number of characters of a comment in the reason of an entry. The feedback itself has the whole comment."""
+
 EntryKind = Literal["reward", "edit", "preference"]
 EntryOutcome = Literal["scored", "abstained", "withdrawn", "given"]
 Answer = tuple[str, int]
@@ -153,15 +156,15 @@ def _combine_raters(rated: Sequence[_RaterValue]) -> FeedbackEntry:
     active = [item for item in rated if not item.feedback.withdrawn]
     if not active:
         last = rated[-1].feedback
-        return FeedbackEntry("withdrawn", last.event_id, reason=last.comment)
+        return FeedbackEntry("withdrawn", last.event_id, reason=_reason(last))
     ids = sorted(item.feedback.event_id for item in active)
     origin = ids[0] if len(ids) == 1 else derived_id("raters", *ids)
     values = [item.value for item in active if item.value is not None]
     if not values:
         reason = f"the label {active[-1].feedback.label!r} has no value in scorer.labels"
         return FeedbackEntry("abstained", origin, reason=reason)
-    comment = next((item.feedback.comment for item in reversed(active) if item.feedback.comment), None)
-    return FeedbackEntry("scored", origin, math.fsum(values) / len(values), reason=comment)
+    commented = next((item.feedback for item in reversed(active) if item.feedback.comment), active[-1].feedback)
+    return FeedbackEntry("scored", origin, math.fsum(values) / len(values), reason=_reason(commented))
 
 
 def _edits(feedback_set: FeedbackSet, answers: Collection[Answer], most: int) -> dict[EntryKey, FeedbackEntry]:
@@ -173,7 +176,7 @@ def _edits(feedback_set: FeedbackSet, answers: Collection[Answer], most: int) ->
             latest[key] = event
     counted = {key for key, _ in [item for item in latest.items() if not item[1].withdrawn][-most:]}
     return {
-        key: FeedbackEntry("given", event.event_id, detail=_edited_message(event), reason=event.comment)
+        key: FeedbackEntry("given", event.event_id, detail=_edited_message(event), reason=_reason(event))
         if key in counted
         else _withdrawn_entry(event)
         for key, event in latest.items()
@@ -195,15 +198,23 @@ def _preferences(feedback_set: FeedbackSet, answers: Collection[Answer], most: i
         for side, compared in (("chosen", event.preference.chosen), ("rejected", event.preference.rejected)):
             answer = compared.turn_id, compared.choice
             if answer in answers:
-                counting = FeedbackEntry("given", event.event_id, detail=side, reason=event.comment)
+                counting = FeedbackEntry("given", event.event_id, detail=side, reason=_reason(event))
                 entry = counting if preference_id in counted else _withdrawn_entry(event)
                 entries[EntryKey("preference", *answer, preference_id, event.metric_source)] = entry
     return entries
 
 
+def _reason(event: Feedback) -> str | None:
+    """Return the comment, cut: one feedback may give thousands of entries, and each contains the reason."""
+    comment = event.comment
+    if comment is None or len(comment) <= _REASON_LENGTH_MAX:
+        return comment
+    return f"{comment[:_REASON_LENGTH_MAX]}... ({len(comment) - _REASON_LENGTH_MAX} more characters)"
+
+
 def _withdrawn_entry(event: Feedback) -> FeedbackEntry:
     too_many = "there are more of them than count, and this one is among the oldest"
-    return FeedbackEntry("withdrawn", event.event_id, reason=event.comment if event.withdrawn else too_many)
+    return FeedbackEntry("withdrawn", event.event_id, reason=_reason(event) if event.withdrawn else too_many)
 
 
 def _edited_message(event: Feedback) -> str:

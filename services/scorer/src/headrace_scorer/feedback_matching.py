@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from pydantic import JsonValue
 
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import Feedback
 from headrace_schemas.values.bounds import merge_contexts
+
+EVENTS_MAX = 256
+"""Largest number of feedback events about a trajectory that count, and about its task. The newest count."""
+_BYTES_MAX = 8 << 20
+"""JSON bytes of these events together. The newest event counts, whatever its size."""
+_VALUES_MAX = 32_768
+"""Values of these events together, one for each response and metric that an event names."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeedbackPosition:
+    """The position of a stored feedback event in the log, without its content. The fields are those of
+    `PlacedFeedback`."""
+
+    name: str
+    """The key of the stored event."""
+    offset: int
+    turns_until: int | None
+    trajectories_until: int | None
+    size_bytes: int
+    value_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +48,18 @@ class PlacedFeedback:
     offset: int
     turns_until: int | None = None
     trajectories_until: int | None = None
+    size_bytes: int = 0
+    """Bytes of its JSON."""
+
+    @property
+    def value_count(self) -> int:
+        return self.event.value_count
 
 
-@dataclass(frozen=True, slots=True)
+P = TypeVar("P", FeedbackPosition, PlacedFeedback)
+
+
+@dataclass(frozen=True, slots=True, order=True)
 class ClosedTrajectory:
     """Fields of a closed trajectory that matching reads. Trajectories that were closed together have the same time."""
 
@@ -37,16 +70,50 @@ class ClosedTrajectory:
     began: int | None
     """Offset of its first turn on `turns`. None if it was ingested: then it began when it was sent."""
 
-    def had_begun(self, feedback: PlacedFeedback) -> bool:
-        """Return whether the trajectory had begun when the feedback was sent."""
-        if self.began is None:
-            return feedback.trajectories_until is not None and self.offset < feedback.trajectories_until
-        return feedback.turns_until is not None and self.began < feedback.turns_until
 
-    @property
-    def order(self) -> tuple[bool, int]:
-        """Sort key by the begin of the trajectory. Ingested trajectories come after those that the gateway captured."""
-        return (self.began is None, self.offset if self.began is None else self.began)
+class ClosedRuns:
+    """The closed trajectories of one session, sorted by their beginning and by their end."""
+
+    def __init__(self, peers: Iterable[ClosedTrajectory]) -> None:
+        self.peers = tuple(peers)
+        captured = sorted((peer.began, peer) for peer in self.peers if peer.began is not None)
+        ingested = sorted((peer.offset, peer) for peer in self.peers if peer.began is None)
+        self._begun, self._captured = [began for began, _ in captured], [peer for _, peer in captured]
+        self._sent, self._ingested = [offset for offset, _ in ingested], [peer for _, peer in ingested]
+        ended_together: defaultdict[int, set[str]] = defaultdict(set)
+        for peer in self.peers:
+            ended_together[peer.time_ms].add(peer.trajectory_id)
+        self._ended_together = {time_ms: frozenset(names) for time_ms, names in ended_together.items()}
+        self._times = sorted(ended_together)
+
+    def begun_before(self, turns_until: int | None, trajectories_until: int | None) -> frozenset[str]:
+        """Return the trajectory that had begun last before these offsets, else the first that began after them.
+
+        Ingested trajectories come after those that the gateway captured. The trajectories that were closed together
+        with it are included.
+        """
+        ingested = 0 if trajectories_until is None else bisect_left(self._sent, trajectories_until)
+        captured = 0 if turns_until is None else bisect_left(self._begun, turns_until)
+        if ingested:
+            chosen = self._ingested[ingested - 1]
+        elif captured:
+            chosen = self._captured[captured - 1]
+        elif self.peers:
+            chosen = (self._captured or self._ingested)[0]
+        else:
+            return frozenset()
+        return self._ended_together[chosen.time_ms]
+
+    def closed_after(self, time_ms: int) -> frozenset[str]:
+        """Return the trajectories that were closed next after a time, else those that were closed last."""
+        if not self._times:
+            return frozenset()
+        at = bisect_left(self._times, time_ms)
+        return self._ended_together[self._times[min(at, len(self._times) - 1)]]
+
+    def without(self, trajectory_id: str) -> ClosedRuns:
+        """Return the trajectories except one."""
+        return ClosedRuns(peer for peer in self.peers if peer.trajectory_id != trajectory_id)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +165,30 @@ class FeedbackSet:
         return merge_contexts([trajectory_context, *(event.context for event in feedback)])
 
 
+def newest(records: Iterable[P], events_max: int | None = None) -> list[P]:
+    """Return the newest records that count together (by default `EVENTS_MAX`), in the order of the log.
+
+    Without a bound, each feedback of a session would cost as much as all that was given before it.
+    """
+    most = EVENTS_MAX if events_max is None else events_max
+    counted: list[P] = []
+    size_bytes = values = 0
+    for record in sorted(records, key=lambda record: record.offset, reverse=True):
+        size_bytes += record.size_bytes
+        values += record.value_count
+        if counted and (len(counted) == most or size_bytes > _BYTES_MAX or values > _VALUES_MAX):
+            break
+        counted.append(record)
+    return counted[::-1]
+
+
 def feedback_for(
     trajectory_id: str,
-    peers: Sequence[ClosedTrajectory],
+    peers: ClosedRuns,
     listing: Iterable[PlacedFeedback],
     general: Iterable[PlacedFeedback],
 ) -> FeedbackSet:
-    """Return the feedback about a trajectory.
+    """Return the feedback about a trajectory that counts.
 
     Args:
         peers: the closed trajectories of the session, this one among them.
@@ -112,16 +196,13 @@ def feedback_for(
         general: feedback about the session as a whole.
     """
     targeted = [record for record in general if trajectory_id in target_trajectories(record, peers)]
-    ordered = sorted((*listing, *targeted), key=_log_order)
+    ordered = sorted(newest((*listing, *targeted)), key=_log_order)
     return FeedbackSet(tuple(record.event for record in ordered))
 
 
 def with_task(session_feedback: FeedbackSet, of_task: Iterable[PlacedFeedback]) -> FeedbackSet:
-    """Return the feedback set of a trajectory extended by feedback about its task.
-
-    All of `of_task` is of one partition.
-    """
-    ordered = sorted(of_task, key=_log_order)
+    """Return the set with the feedback about its task added. The records in `of_task` are of one partition."""
+    ordered = sorted(newest(of_task), key=_log_order)
     return FeedbackSet((*(record.event for record in ordered), *session_feedback.all))
 
 
@@ -129,33 +210,23 @@ def _log_order(record: PlacedFeedback) -> tuple[int, str]:
     return record.offset, record.event.event_id
 
 
-def target_trajectories(feedback: PlacedFeedback, peers: Sequence[ClosedTrajectory]) -> frozenset[str]:
+def target_trajectories(feedback: PlacedFeedback | FeedbackPosition, peers: ClosedRuns) -> frozenset[str]:
     """Return the ids of the trajectories that feedback about their session applies to.
 
     It applies to the trajectory that had begun last when the feedback was sent, else to the first that began after it,
     each with those that were closed together with it. Without the offsets of a gateway, times decide: the trajectory
     that was closed next after the feedback, else the one that was closed last.
     """
-    if feedback.turns_until is None:
-        at_ms = epoch_ms(feedback.event.time)
-        later = [peer.time_ms for peer in peers if peer.time_ms >= at_ms]
-        time_ms = min(later) if later else max((peer.time_ms for peer in peers), default=None)
-        return frozenset(peer.trajectory_id for peer in peers if peer.time_ms == time_ms)
-    begun = [peer for peer in peers if peer.had_begun(feedback)]
-    if begun:
-        chosen = max(begun, key=lambda peer: peer.order)
-    elif peers:
-        chosen = min(peers, key=lambda peer: peer.order)
-    else:
-        return frozenset()
-    return frozenset(peer.trajectory_id for peer in peers if peer.time_ms == chosen.time_ms)
+    if feedback.turns_until is None and isinstance(feedback, PlacedFeedback):
+        return peers.closed_after(epoch_ms(feedback.event.time))
+    return peers.begun_before(feedback.turns_until, feedback.trajectories_until)
 
 
 def trajectories_losing_feedback(
-    trajectory_id: str, peers: Sequence[ClosedTrajectory], general: Iterable[PlacedFeedback]
+    trajectory_id: str, peers: ClosedRuns, general: Iterable[PlacedFeedback | FeedbackPosition]
 ) -> list[str]:
     """Return the trajectories to which some session feedback no longer applies, because `trajectory_id` is new among
     `peers`."""
-    earlier = [peer for peer in peers if peer.trajectory_id != trajectory_id]
+    earlier = peers.without(trajectory_id)
     lost = (target_trajectories(record, earlier) - target_trajectories(record, peers) for record in general)
     return sorted({name for names in lost for name in names})

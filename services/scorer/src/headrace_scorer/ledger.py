@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import insert, select
+from sqlalchemy import insert, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
@@ -22,12 +22,20 @@ from headrace_schemas.values.ids import owner_of
 from headrace_schemas.values.text import printable
 from headrace_scorer import feedback_matching, metrics, store
 from headrace_scorer.feedback_entries import ANY_CHOICE, EntryKey, FeedbackEntry, entries_of, source_reward
-from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
+from headrace_scorer.feedback_matching import (
+    EVENTS_MAX,
+    ClosedRuns,
+    FeedbackPosition,
+    FeedbackSet,
+    PlacedFeedback,
+    newest,
+)
 from headrace_scorer.reward_policy import SourceReward
 from headrace_scorer.schema import ledger
 from headrace_scorer.settings import ScorerSettings
 
 Row = Mapping[str, Any]
+_KEY = [column.name for column in ledger.primary_key if column.name != "revision"]
 
 
 class LedgerEntries:
@@ -90,12 +98,19 @@ class LedgerEntries:
 
 
 async def read(tx: AsyncConnection, tenants: Mapping[str, str]) -> dict[str, LedgerEntries]:
-    """Load the ledger entries of trajectories. Rows of tenants other than that in `tenants` are left out.
+    """Read the rows about trajectories that belong to their tenants. `tenants` has the tenant of each trajectory.
 
-    Args:
-        tenants: the tenant of each trajectory id.
+    Of each key only the newest row is read, and the newest of those that were computed from feedback: an entry that
+    was revised a thousand times costs as much as any other.
     """
-    query = select(ledger).where(is_one_of(ledger.c.trajectory_id, ledger.c.tenant, tenants.items()))
+    later = ledger.alias()
+    replaced = select(later.c.revision).where(
+        *(later.c[name] == ledger.c[name] for name in _KEY),
+        later.c.revision > ledger.c.revision,
+        or_(ledger.c.feedback_id.is_(None), later.c.feedback_id.is_not(None)),
+    )
+    of_tenants = is_one_of(ledger.c.trajectory_id, ledger.c.tenant, tenants.items())
+    query = select(ledger).where(of_tenants, ~replaced.exists())
     rows: dict[str, list[Row]] = {trajectory_id: [] for trajectory_id in tenants}
     for row in (await tx.execute(query)).mappings():
         rows[row["trajectory_id"]].append(dict(row))
@@ -241,6 +256,8 @@ SOURCES_MAX = 64
 sources are dead-lettered; sources of feedback are left out."""
 
 log = get_logger(__name__)
+_PLACED_BY_TIME_MAX = 4096
+"""Largest number of feedback events of a session that are placed by their time and read for one trajectory."""
 _NAMED_MAX = 10
 
 
@@ -253,24 +270,64 @@ class MatchedFeedback:
 
 
 async def feedback_for(tx: AsyncConnection, trajectories: Sequence[Trajectory]) -> dict[str, MatchedFeedback]:
-    """Match stored trajectories with all feedback about them. Return the matches by trajectory id."""
-    about = await store.feedback_about(tx, trajectories)
-    general = {store.session_of(item) for item in trajectories if about[item.trajectory_id][1]}
-    peers = await store.closed_in_sessions(tx, general)
+    """Match stored trajectories with the feedback about them. The result has the trajectory ids as keys.
+
+    Of the feedback about one trajectory, the newest counts (`feedback_matching.newest`). Only that is read whole.
+    """
+    positions = await store.feedback_about(tx, trajectories)
+    in_sessions = {store.session_of(item) for item in trajectories if positions[item.trajectory_id][1]}
+    peers = {session: ClosedRuns(runs) for session, runs in (await store.closed_in_sessions(tx, in_sessions)).items()}
+    counted: dict[str, tuple[list[FeedbackPosition], list[FeedbackPosition]]] = {}
+    for trajectory in trajectories:
+        name = trajectory.trajectory_id
+        counted[name] = _newest_about(name, peers.get(store.session_of(trajectory)), *positions[name])
+    records = await store.load_feedback(tx, (item.name for pair in counted.values() for part in pair for item in part))
     matched: dict[str, MatchedFeedback] = {}
     tasks: dict[str, store.Task] = {}
     for trajectory in trajectories:
-        name, in_session = trajectory.trajectory_id, peers.get(store.session_of(trajectory), [])
-        feedback_set = feedback_matching.feedback_for(name, in_session, *about[name])
-        losing = feedback_matching.trajectories_losing_feedback(name, in_session, about[name][1])
+        name, in_session = trajectory.trajectory_id, peers.get(store.session_of(trajectory), ClosedRuns(()))
+        listing, general = ([records[item.name] for item in part if item.name in records] for part in counted[name])
+        feedback_set = feedback_matching.feedback_for(name, in_session, listing, general)
+        by_offset = [item for item in positions[name][1] if item.turns_until is not None]
+        by_time = [record for record in general if record.turns_until is None]
+        losing = feedback_matching.trajectories_losing_feedback(name, in_session, [*by_offset, *by_time])
         matched[name] = MatchedFeedback(feedback_set, losing)
         task_id = feedback_set.resolve_id("task_id", trajectory.task_id)
         if task_id is not None:
             tasks[name] = trajectory.tenant, task_id
-    for name, of_task in (await store.feedback_about_tasks(tx, tasks)).items():
+    about_tasks = {name: newest(part) for name, part in (await store.feedback_about_tasks(tx, tasks)).items()}
+    records = await store.load_feedback(tx, (item.name for part in about_tasks.values() for item in part))
+    for name, part in about_tasks.items():
+        of_task = [records[item.name] for item in part if item.name in records]
         feedback_set = feedback_matching.with_task(matched[name].feedback_set, of_task)
         matched[name] = replace(matched[name], feedback_set=feedback_set)
     return matched
+
+
+def _newest_about(
+    trajectory_id: str,
+    peers: ClosedRuns | None,
+    listing: Sequence[FeedbackPosition],
+    general: Sequence[FeedbackPosition],
+) -> tuple[list[FeedbackPosition], list[FeedbackPosition]]:
+    """Return the newest feedback that lists turns of a trajectory, and the newest about its session that is about it.
+
+    Of feedback without the offsets of a gateway more is returned (`_PLACED_BY_TIME_MAX`), because only its content has
+    the time that places it.
+    """
+    by_time = [item for item in general if item.turns_until is None]
+    placed = [
+        item
+        for item in general
+        if item.turns_until is not None
+        and peers is not None
+        and trajectory_id in feedback_matching.target_trajectories(item, peers)
+    ]
+    counted = newest(listing), newest(placed), newest(by_time, _PLACED_BY_TIME_MAX)
+    left_out = len(listing) + len(placed) + len(by_time) - sum(map(len, counted))
+    if left_out and not left_out & (left_out - 1):  # at powers of two: each feedback of a flood leaves out one more
+        log.warning("feedback_left_out", trajectory=trajectory_id, count=left_out, most=EVENTS_MAX)
+    return counted[0], [*counted[1], *counted[2]]
 
 
 async def targets_of(tx: AsyncConnection, placed: PlacedFeedback) -> Sequence[str]:
@@ -279,7 +336,7 @@ async def targets_of(tx: AsyncConnection, placed: PlacedFeedback) -> Sequence[st
     if feedback.msg_ids:
         return await store.trajectories_with(tx, feedback.msg_ids, feedback.tenant)
     session = feedback.session_key, feedback.tenant
-    peers = (await store.closed_in_sessions(tx, [session]))[session]
+    peers = ClosedRuns((await store.closed_in_sessions(tx, [session]))[session])
     return sorted(feedback_matching.target_trajectories(placed, peers))
 
 

@@ -48,7 +48,7 @@ from headrace_scorer.learned.models import PREFIX
 from headrace_scorer.learned.refitting import LearnedReplay, LearnedSource, TemporaryLines
 from headrace_scorer.ledger import CORRECTIONS_MAX, SOURCES_MAX
 from headrace_scorer.reward_policy import SourceReward
-from headrace_scorer.scoring import turn_values
+from headrace_scorer.scores import turn_values
 from headrace_scorer.settings import ScorerSettings
 
 SERVICE = Service("scorer", "Scores stored trajectories again.", ScorerSettings, "headrace_scorer.replay:run")
@@ -305,7 +305,8 @@ class Rescoring:
         if name not in peers:  # without a line `closed` it is the only trajectory of its session
             closed = feedback_matching.ClosedTrajectory(name, epoch_ms(trajectory.time), 0, trajectory.turns_from)
             peers = {**peers, name: closed}
-        return feedback_matching.feedback_for(trajectory.trajectory_id, list(peers.values()), listing, general)
+        runs = feedback_matching.ClosedRuns(peers.values())
+        return feedback_matching.feedback_for(trajectory.trajectory_id, runs, listing, general)
 
     def _bus_and_feedback_rewards(
         self, trajectory: Trajectory, entries: Mapping[EntryKey, FeedbackEntry]
@@ -373,9 +374,9 @@ def _row(source: str, turn_id: str, result: Reward | Outcome) -> ledger.Row:
 
 
 def _placed(line: FeedbackLine) -> feedback_matching.PlacedFeedback:
-    return feedback_matching.PlacedFeedback(
-        Feedback.model_validate(line.event), line.place, line.turns_until, line.trajectories_until
-    )
+    event = Feedback.model_validate(line.event)
+    size_bytes = len(event.to_json())
+    return feedback_matching.PlacedFeedback(event, line.place, line.turns_until, line.trajectories_until, size_bytes)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import sha256
@@ -13,9 +13,10 @@ from typing import Any
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
-from headrace_schemas import Branch, Event, Experience, Trajectory
+from headrace_schemas import Branch, Event, Experience, Reward, Trajectory
 from headrace_scorer import feedback_entries, ledger, metrics, store
-from headrace_scorer.feedback_entries import AnswerRemarks, Corrections
+from headrace_scorer.feedback_entries import AnswerRemarks, Corrections, EntryKey
+from headrace_scorer.functions.outcomes import Outcome
 from headrace_scorer.judge_monitor import JudgeMonitor
 from headrace_scorer.learned.refitting import LearnedSource
 from headrace_scorer.ledger import LedgerEntries
@@ -249,3 +250,44 @@ def _state(experience: Experience) -> str:
     if experience.turn_rewards or experience.edits or experience.preferences:
         text += experience.model_dump_json(include={"turn_rewards", "edits", "preferences"})
     return sha256(text.encode()).hexdigest()[:16]
+
+
+def function_rewards(score: TrajectoryScore, now: datetime, source: str, outcome: Outcome) -> Iterator[Reward]:
+    """Yield the reward of the run, the rewards of its turns, and withdrawals of turn rewards that are gone."""
+    run_reward = Reward(
+        time=now,
+        trajectory_id=score.trajectory.trajectory_id,
+        session_key=score.trajectory.session_key,
+        tenant=score.trajectory.tenant,
+        source=source,
+        revision=score.entries.next_revision(EntryKey.reward(source)),
+        outcome=outcome.outcome,
+        value=outcome.value,
+        criteria=outcome.criteria,
+        reason=outcome.reason,
+        judged_by=outcome.judged_by,
+    )
+    yield run_reward
+    turns = turn_values(score.trajectory, outcome)
+    earlier = {
+        reward.turn_id
+        for reward in score.entries.current()
+        if reward.source == source and reward.turn_id and reward.outcome == "scored"
+    }
+    for turn_id in sorted({*turns, *earlier}):
+        yield run_reward.model_copy(
+            update={
+                "turn_id": turn_id,
+                "revision": score.entries.next_revision(EntryKey.reward(source, turn_id)),
+                "outcome": "scored" if turn_id in turns else "withdrawn",
+                "value": turns.get(turn_id),
+                "criteria": {},
+                "reason": None,
+            }
+        )
+
+
+def turn_values(trajectory: Trajectory, outcome: Outcome) -> dict[str, float]:
+    """Return the values of an outcome for turns that are in a branch."""
+    branch_turns = set(store.branch_turns(trajectory))
+    return {turn_id: value for turn_id, value in outcome.turns.items() if turn_id in branch_turns}

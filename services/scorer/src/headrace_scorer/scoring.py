@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import json
 import math
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
@@ -29,14 +29,13 @@ from headrace_runtime.stream.processor import Processor, Step, StepFailed
 from headrace_schemas import Event, Reward, Trajectory
 from headrace_scorer import ledger, schema, store
 from headrace_scorer.fair_queue import FairQueue
-from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.feedback_matching import FeedbackSet
 from headrace_scorer.functions.loading import RewardFunction
 from headrace_scorer.functions.outcomes import CallRequest, Outcome
 from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.ledger import feedback_for
 from headrace_scorer.reward_policy import RewardPolicy
-from headrace_scorer.scores import ScoreStore, TrajectoryScore
+from headrace_scorer.scores import ScoreStore, TrajectoryScore, function_rewards
 from headrace_scorer.settings import ScorerSettings
 
 log = get_logger(__name__)
@@ -45,6 +44,8 @@ _POLL_S = 1.0
 _QUEUE_MAX = 128
 _LEASED_MAX = 64
 """Jobs in the queue up to which further jobs are leased; the remaining slots are for trajectories that arrive."""
+_BYTES_MAX = 64 << 20
+"""Bytes of the jobs in the queue together. Some may be as large as a request: by number alone they would take 4 GB."""
 _REFILL_AT = 32
 """Queue length below which the next jobs are leased, if the database has more."""
 _RESERVE = 4
@@ -75,6 +76,11 @@ class LoadedJob:
     feedback: tuple[str, ...]
     context: dict[str, JsonValue]
 
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the trajectory and of the feedback."""
+        return len(self.trajectory) + sum(map(len, self.feedback))
+
 
 @dataclass(frozen=True, slots=True)
 class CompletedJob:
@@ -103,7 +109,7 @@ class Scoring:
         """Jobs that are leased to this process, by id."""
         self._renew_at: datetime | None = None
         self._last_tenant = ""
-        self._waiting: FairQueue[LoadedJob] = FairQueue(_QUEUE_MAX, _RESERVE)
+        self._waiting: FairQueue[LoadedJob] = FairQueue(_QUEUE_MAX, _RESERVE, _BYTES_MAX)
         self._completed: asyncio.Queue[CompletedJob] = asyncio.Queue(_COMPLETED_MAX)
 
     @property
@@ -140,7 +146,8 @@ class Scoring:
         job = await self._jobs.start(tx, job_id, kind, payload, now + self._lease)
         if job is not None:
             self._leased[job_id] = job
-            self._waiting.put_nowait(trajectory.tenant, _loaded_job(job, order, trajectory, feedback_set))
+            work = _loaded_job(job, order, trajectory, feedback_set)
+            self._waiting.put_nowait(work.tenant, work, work.size_bytes)
 
     def tasks(self, processor: Processor) -> Sequence[Awaitable[None]]:
         """Return the tasks that call functions and enter results. They run until they are cancelled."""
@@ -241,7 +248,7 @@ class Scoring:
             self._renew_at = now + min(timedelta(seconds=_POLL_S), self._lease / 3)
         for work in loaded:
             self._leased[work.job.job_id] = work.job
-            self._waiting.put_nowait(work.tenant, work)
+            self._waiting.put_nowait(work.tenant, work, work.size_bytes)
         return more
 
     async def _lease_in_turn(self, tx: AsyncConnection, now: datetime) -> tuple[list[Job], bool]:
@@ -251,6 +258,7 @@ class Scoring:
             The jobs, and whether more may wait.
         """
         leased: list[Job] = []
+        leased_bytes = 0
         tenants = await self._jobs.tenants(tx, _KIND, self._last_tenant, _TENANTS_MAX)
         more = len(tenants) == _TENANTS_MAX
         for left, tenant in zip(range(len(tenants), 0, -1), tenants, strict=True):
@@ -259,9 +267,29 @@ class Scoring:
             part = max(min(slots, _RESERVE - self._waiting.count(tenant)), math.ceil(slots / left))
             if part > 0:
                 jobs = await self._jobs.lease(tx, kind_of_tenant(_KIND, tenant), now, self._lease, part)
-                more = more or len(jobs) == part
-                leased += jobs
+                fitting = await self._fitting(tx, now, jobs, self._waiting.free_bytes(tenant) - leased_bytes)
+                more = more or len(jobs) == part or len(fitting) < len(jobs)
+                leased += fitting
+                leased_bytes += sum(fitting.values())
         return leased, more
+
+    async def _fitting(
+        self, tx: AsyncConnection, now: datetime, jobs: Sequence[Job], free_bytes: int
+    ) -> dict[Job, int]:
+        """Return the first jobs whose trajectories fit into `free_bytes`, with their bytes, and give the others back.
+
+        The first one fits whatever its size, so that each tenant has its turn.
+        """
+        names = {job: job.job_id.rpartition("/")[0] for job in jobs}
+        sizes = await store.payload_sizes(tx, names.values())
+        fitting: dict[Job, int] = {}
+        for job, name in names.items():
+            fits = sum(fitting.values()) + sizes.get(name, 0) <= free_bytes
+            if fits or (not fitting and free_bytes > -_BYTES_MAX):
+                fitting[job] = sizes.get(name, 0)
+            else:
+                await self._jobs.give_back(tx, job, now)
+        return fitting
 
     async def _read(self, tx: AsyncConnection, jobs: Sequence[Job]) -> list[LoadedJob]:
         if any(job.attempts >= _LEASES_MAX for job in jobs):
@@ -340,7 +368,7 @@ class Scoring:
             reward
             for name, outcome in outcomes.items()
             if name not in outdated
-            for reward in _rewards(score, now, f"function:{name}", outcome)
+            for reward in function_rewards(score, now, f"function:{name}", outcome)
         ]
         ledger.add_rewards(now, rewards, score.entries)
         if current:
@@ -352,45 +380,3 @@ def _loaded_job(job: Job, order: ScoringJob, trajectory: Trajectory, feedback_se
     feedback = tuple(event.to_json().decode() for event in feedback_set.all)
     context = feedback_set.context(trajectory.context)
     return LoadedJob(job, order, trajectory.tenant, trajectory.to_json(), feedback, context)
-
-
-def _rewards(score: TrajectoryScore, now: datetime, source: str, outcome: Outcome) -> Iterator[Reward]:
-    """Yield the events for a function's outcome: the rewards of the run and of turns, and withdrawals of earlier
-    turn rewards."""
-    run_reward = Reward(
-        time=now,
-        trajectory_id=score.trajectory.trajectory_id,
-        session_key=score.trajectory.session_key,
-        tenant=score.trajectory.tenant,
-        source=source,
-        revision=score.entries.next_revision(EntryKey.reward(source)),
-        outcome=outcome.outcome,
-        value=outcome.value,
-        criteria=outcome.criteria,
-        reason=outcome.reason,
-        judged_by=outcome.judged_by,
-    )
-    yield run_reward
-    turns = turn_values(score.trajectory, outcome)
-    earlier = {
-        reward.turn_id
-        for reward in score.entries.current()
-        if reward.source == source and reward.turn_id and reward.outcome == "scored"
-    }
-    for turn_id in sorted({*turns, *earlier}):
-        yield run_reward.model_copy(
-            update={
-                "turn_id": turn_id,
-                "revision": score.entries.next_revision(EntryKey.reward(source, turn_id)),
-                "outcome": "scored" if turn_id in turns else "withdrawn",
-                "value": turns.get(turn_id),
-                "criteria": {},
-                "reason": None,
-            }
-        )
-
-
-def turn_values(trajectory: Trajectory, outcome: Outcome) -> dict[str, float]:
-    """Return an outcome's values of turns, without turns that are in no branch."""
-    branch_turns = set(store.branch_turns(trajectory))
-    return {turn_id: value for turn_id, value in outcome.turns.items() if turn_id in branch_turns}

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
-from sqlalchemy import RowMapping, bindparam, insert, or_, select, update
+from sqlalchemy import RowMapping, bindparam, func, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
@@ -21,7 +21,7 @@ from headrace_runtime.storage.tables import insert_new, is_one_of, upsert
 from headrace_schemas import DeadLetter, Feedback, Trajectory
 from headrace_schemas.values.text import printable
 from headrace_scorer.feedback_entries import Answer
-from headrace_scorer.feedback_matching import ClosedTrajectory, PlacedFeedback
+from headrace_scorer.feedback_matching import ClosedTrajectory, FeedbackPosition, PlacedFeedback
 from headrace_scorer.schema import REMATCH, feedback, listed, trajectories, turn_owners, turns
 
 log = get_logger(__name__)
@@ -31,6 +31,16 @@ _CACHED_BYTES_MAX = 2 << 20
 9 MB of trajectories with many short messages are half a million objects and 0.1 s."""
 _TURNS_AT_ONCE = 500
 """Largest number of turns in one SQL statement."""
+_EVENTS_AT_ONCE = 500
+"""Largest number of feedback events in one SQL statement."""
+_POSITION = (
+    feedback.c.event_id,
+    feedback.c.place,
+    feedback.c.turns_until,
+    feedback.c.trajectories_until,
+    func.length(feedback.c.payload),
+)
+"""The columns of a `FeedbackPosition`."""
 _STATE = [column for column in trajectories.c if column.name != "payload"]
 Session = tuple[str, str]
 """Key and tenant of a session."""
@@ -76,6 +86,13 @@ class TrajectoryCache:
             loaded[name] = await run_off_loop(len(payload), partial(Trajectory.from_stored, payload))
             self.keep(loaded[name], len(payload))
         return cached | loaded
+
+
+async def payload_sizes(tx: AsyncConnection, trajectory_ids: Iterable[str]) -> dict[str, int]:
+    """Return the bytes of the stored trajectories."""
+    column = trajectories.c.trajectory_id
+    query = select(column, func.length(trajectories.c.payload)).where(column.in_(set(trajectory_ids)))
+    return dict((await tx.execute(query)).all())
 
 
 async def add_trajectory(
@@ -214,55 +231,64 @@ def session_of(trajectory: Trajectory) -> Session:
 
 async def feedback_about(
     tx: AsyncConnection, stored: Sequence[Trajectory]
-) -> dict[str, tuple[list[PlacedFeedback], list[PlacedFeedback]]]:
-    """Return, for each stored trajectory, the feedback that lists its turns, and the feedback about its session as a
-    whole.
+) -> dict[str, tuple[list[FeedbackPosition], list[FeedbackPosition]]]:
+    """Return, for each stored trajectory, the positions of the feedback that lists its turns, and of that about its
+    session as a whole.
 
     Both are of its tenant. A run with several sessions has a copy of its feedback in each session. Only the copies in
     the session of the trajectory count.
     """
     own_turns = turns.c.trajectory_id.in_([trajectory.trajectory_id for trajectory in stored])
-    lists = select(listed.c.event_id).join(turns, turns.c.turn_id == listed.c.turn_id).where(own_turns)
+    listings = select(turns.c.trajectory_id, listed.c.event_id).join(listed, listed.c.turn_id == turns.c.turn_id)
+    lists: dict[str, set[str]] = {}
+    for trajectory_id, name in await tx.execute(listings.where(own_turns).distinct()):
+        lists.setdefault(trajectory_id, set()).add(name)
     table = feedback.c
-    query = select(
-        table.session_key, table.tenant, table.payload, table.place, table.turns_until, table.trajectories_until
-    ).where(
+    named = select(listed.c.event_id).join(turns, turns.c.turn_id == listed.c.turn_id).where(own_turns)
+    query = select(table.session_key, table.tenant, table.lists_turns, *_POSITION).where(
         is_one_of(table.session_key, table.tenant, {session_of(trajectory) for trajectory in stored}),
-        or_(table.lists_turns.is_(False), table.event_id.in_(lists)),
+        or_(table.lists_turns.is_(False), table.event_id.in_(named)),
     )
-    records: dict[Session, list[PlacedFeedback]] = {}
-    for session_key, tenant, *row in await tx.execute(query):
-        record = await _feedback_record(*row)
-        if record is not None:
-            records.setdefault((session_key, tenant), []).append(record)
-    return {
-        trajectory.trajectory_id: _split_by_turns(records.get(session_of(trajectory), []), trajectory)
-        for trajectory in stored
-    }
+    listing: dict[Session, list[FeedbackPosition]] = {}
+    general: dict[Session, list[FeedbackPosition]] = {}
+    for session_key, tenant, lists_turns, *row in await tx.execute(query):
+        positions = listing if lists_turns else general
+        positions.setdefault((session_key, tenant), []).append(FeedbackPosition(*row))
+    about = {}
+    for trajectory in stored:
+        names, session = lists.get(trajectory.trajectory_id, set()), session_of(trajectory)
+        own = [position for position in listing.get(session, ()) if position.name in names]
+        about[trajectory.trajectory_id] = own, general.get(session, [])
+    return about
 
 
-def _split_by_turns(
-    records: Iterable[PlacedFeedback], trajectory: Trajectory
-) -> tuple[list[PlacedFeedback], list[PlacedFeedback]]:
-    """Return the feedback that lists turns of the trajectory, and that which lists none at all."""
-    listing, general = [], []
-    turn_ids = set(trajectory.turn_ids)
-    for record in records:
-        if not record.event.msg_ids:
-            general.append(record)
-        elif not turn_ids.isdisjoint(record.event.msg_ids):
-            listing.append(record)
-    return listing, general
+async def load_feedback(tx: AsyncConnection, names: Iterable[str]) -> dict[str, PlacedFeedback]:
+    """Return the stored feedback with these names, except what an older release accepted and a present rule refuses:
+    it does not count."""
+    table = feedback.c
+    columns = table.event_id, table.payload, table.place, table.turns_until, table.trajectories_until
+    records: dict[str, PlacedFeedback] = {}
+    ordered = sorted(set(names))
+    for start in range(0, len(ordered), _EVENTS_AT_ONCE):
+        query = select(*columns).where(table.event_id.in_(ordered[start : start + _EVENTS_AT_ONCE]))
+        for name, payload, place, turns_until, trajectories_until in await tx.execute(query):
+            try:
+                event = await run_off_loop(len(payload), partial(Feedback.from_stored, payload))
+            except InvalidEvent as error:
+                log.warning("stored_feedback_left_out", place=place, error=str(error))
+                continue
+            records[name] = PlacedFeedback(event, place, turns_until, trajectories_until, len(payload))
+    return records
 
 
-async def feedback_about_tasks(tx: AsyncConnection, tasks: Mapping[str, Task]) -> dict[str, list[PlacedFeedback]]:
-    """Return, for each trajectory with a task in `tasks`, the feedback about all runs of this task.
+async def feedback_about_tasks(tx: AsyncConnection, tasks: Mapping[str, Task]) -> dict[str, list[FeedbackPosition]]:
+    """Return, for each trajectory with a task in `tasks`, the positions of the feedback about all runs of this task.
 
     Each partition has a copy of it. The copies in the partition of the trajectory are returned, because their offsets
     have one order.
     """
     table = feedback.c
-    query = select(table.tenant, table.task_id, table.partition, table.payload, table.place)
+    query = select(table.tenant, table.task_id, table.partition, *_POSITION)
     rows: list[Any] = []
     for name in {tenant for tenant, _ in tasks.values()}:  # SQLite searches the index by one tenant and several tasks
         ids = {task_id for tenant, task_id in tasks.values() if tenant == name}
@@ -272,36 +298,17 @@ async def feedback_about_tasks(tx: AsyncConnection, tasks: Mapping[str, Task]) -
         return {}
     column = trajectories.c.trajectory_id
     partitions = dict((await tx.execute(select(column, trajectories.c.partition).where(column.in_(tasks)))).all())
-    records: dict[str, list[PlacedFeedback]] = {}
-    for trajectory_id, task in tasks.items():
-        copies = [
-            row for row in rows if (row.tenant, row.task_id) == task and row.partition == partitions[trajectory_id]
-        ]
-        parsed = [await _feedback_record(row.payload, row.place) for row in copies]
-        records[trajectory_id] = [record for record in parsed if record is not None]
-    return records
-
-
-async def _feedback_record(
-    payload: bytes, offset: int, turns_until: int | None = None, trajectories_until: int | None = None
-) -> PlacedFeedback | None:
-    """Parse stored feedback.
-
-    None if a present rule refuses feedback that an older release accepted; it does not count.
-    """
-    try:
-        event = await run_off_loop(len(payload), partial(Feedback.from_stored, payload))
-        return PlacedFeedback(event, offset, turns_until, trajectories_until)
-    except InvalidEvent as error:
-        log.warning("stored_feedback_left_out", place=offset, error=str(error))
-        return None
+    positions: dict[tuple[str, str, int | None], list[FeedbackPosition]] = {}
+    for tenant, task_id, partition, *row in rows:
+        positions.setdefault((tenant, task_id, partition), []).append(FeedbackPosition(*row))
+    return {name: positions.get((*task, partitions[name]), []) for name, task in tasks.items()}
 
 
 async def mark_for_rematch(tx: AsyncConnection, tenant: str, task_id: str, partition: int) -> None:
     """Mark the trajectories of a task, which may be many, because there is new feedback about the task."""
     table = trajectories.c
     of_task = (table.tenant == tenant) & (table.task_id == task_id) & (table.partition == partition)
-    await tx.execute(update(trajectories).where(of_task).values(rematch=True))
+    await tx.execute(update(trajectories).where(of_task, table.rematch.is_(False)).values(rematch=True))
 
 
 async def take_for_rematch(tx: AsyncConnection, most: int) -> Sequence[str]:
