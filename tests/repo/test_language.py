@@ -59,10 +59,10 @@ def measure(paths: Iterable[Path]) -> Measures:
     lines = names = words = pronouns = sentences = headless = 0
     for path in paths:
         text = path.read_text(encoding="utf-8")
-        tree = ast.parse(text)
+        nodes = [*ast.walk(ast.parse(text))]
         lines += text.count("\n")
-        names += sum(name.strip("_").rstrip("0123456789").strip("_") in EMPTY_NAMES for name in _bound_names(tree))
-        for docstring in _docstrings(tree):
+        names += sum(name.strip("_").rstrip("0123456789").strip("_") in EMPTY_NAMES for name in _bound_names(nodes))
+        for docstring in _docstrings(nodes):
             words += len(docstring.split())
             pronouns += len(_PRONOUNS.findall(docstring))
             parts = [part for part in re.split(r"(?<=[.:;!?])\s+|\n\s*\n", docstring) if part.strip()]
@@ -75,21 +75,26 @@ def measure(paths: Iterable[Path]) -> Measures:
     )
 
 
-def _bound_names(tree: ast.AST) -> Iterator[str]:
+def _bound_names(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yield the names of variables, parameters, assigned attributes, functions and classes."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()) | ast.arg(arg=name):
-                yield name
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                yield name
-            case ast.ClassDef(name=name):
-                yield name.lower()
+    for node in nodes:
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Store):
+                yield node.id
+        elif isinstance(node, ast.Attribute):
+            if isinstance(node.ctx, ast.Store):
+                yield node.attr
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name
+        elif isinstance(node, ast.ClassDef):
+            yield node.name.lower()
 
 
-def _docstrings(tree: ast.AST) -> Iterator[str]:
+def _docstrings(nodes: Iterable[ast.AST]) -> Iterator[str]:
     """Yield the docstring of every module, class, function and attribute."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for child in node.body:
                 match child:
