@@ -1,6 +1,6 @@
 """`python -m headrace_gateway`."""
 
-from headrace_gateway.service import INFO
+from headrace_gateway import INFO
 from headrace_gateway.settings import GatewaySettings
 from headrace_runtime.main import Service
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from headrace_gateway.service import INFO
+from headrace_gateway import INFO
 from headrace_runtime.settings.sections import Port, Section, ServiceSettings, is_loopback
 from headrace_schemas.values.base import ModelName
 from headrace_schemas.values.ids import NAME

@@ -1,1 +1,12 @@
 """Embedded single-node broker with the Kafka wire protocol."""
+
+from __future__ import annotations
+
+from headrace_runtime.services import ServiceInfo
+
+INFO = ServiceInfo(
+    module="headrace_broker",
+    summary="The embedded Kafka-wire broker: one process, one file.",
+    port=8035,
+    is_bus=True,
+)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace_broker.service import INFO
+from headrace_broker import INFO
 from headrace_broker.settings import BrokerSettings
 from headrace_runtime.main import Service
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from headrace_broker.service import INFO
+from headrace_broker import INFO
 from headrace_runtime.settings.sections import Port, ServiceSettings
 
 KAFKA_HOST = "127.0.0.1"

@@ -1,6 +1,6 @@
 """`python -m headrace_collector`."""
 
-from headrace_collector.service import INFO
+from headrace_collector import INFO
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.main import STREAM_GARBAGE_THRESHOLD, Service
 

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from headrace_collector.service import INFO
+from headrace_collector import INFO
 from headrace_runtime.settings.sections import Port, ServiceSettings
 
 

@@ -1,6 +1,6 @@
 """`python -m headrace_inference`"""
 
-from headrace_inference.service import INFO
+from headrace_inference import INFO
 from headrace_inference.settings import InferenceSettings
 from headrace_runtime.main import PYTHON_GARBAGE_THRESHOLD, Service
 

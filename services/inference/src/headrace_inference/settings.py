@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from headrace_inference import INFO
 from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS
 from headrace_inference.engine import ENGINES, EngineKind
-from headrace_inference.service import INFO
 from headrace_runtime.registries import NameIn
 from headrace_runtime.settings.sections import Port, Section, ServiceSettings
 

@@ -1,6 +1,6 @@
 """`python -m headrace_judge`."""
 
-from headrace_judge.service import INFO
+from headrace_judge import INFO
 from headrace_judge.settings import JudgeSettings
 from headrace_runtime.main import STREAM_GARBAGE_THRESHOLD, Service
 

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, JsonValue, SecretStr, ValidationInfo, field_validator
 
+from headrace_judge import INFO
 from headrace_judge.rubric import RUBRICS
-from headrace_judge.service import INFO
 from headrace_runtime.registries import OrNameIn
 from headrace_runtime.settings.sections import Port, Section, ServiceSettings
 

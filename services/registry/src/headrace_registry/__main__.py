@@ -1,6 +1,6 @@
 """`python -m headrace_registry`."""
 
-from headrace_registry.service import INFO
+from headrace_registry import INFO
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime.main import Service
 

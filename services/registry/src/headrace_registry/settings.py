@@ -6,8 +6,8 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, field_validator
 
+from headrace_registry import INFO
 from headrace_registry.rollouts.settings import RolloutSettings
-from headrace_registry.service import INFO
 from headrace_runtime.process.programs import VariableName
 from headrace_runtime.settings.sections import Port, Section, ServiceSettings
 

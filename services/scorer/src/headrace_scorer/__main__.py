@@ -1,7 +1,7 @@
 """`python -m headrace_scorer`."""
 
 from headrace_runtime.main import STREAM_GARBAGE_THRESHOLD, Service
-from headrace_scorer.service import INFO
+from headrace_scorer import INFO
 from headrace_scorer.settings import ScorerSettings
 
 SERVICE = Service(

@@ -13,10 +13,10 @@ from headrace_runtime.settings.sections import Port, Section, ServiceSettings
 from headrace_runtime.settings.source_values import SourceValues
 from headrace_schemas.values.bounds import WEIGHT_MAX
 from headrace_schemas.values.ids import first_fitting
+from headrace_scorer import INFO
 from headrace_scorer.functions.loading import REWARDS
 from headrace_scorer.learned.models import LearnedSettings
 from headrace_scorer.reward_policy import RewardPolicy
-from headrace_scorer.service import INFO
 
 
 class DriftSettings(Section):

@@ -3,7 +3,7 @@
 import os
 
 from headrace_runtime.main import PYTHON_GARBAGE_THRESHOLD, Service
-from headrace_trainer.service import INFO
+from headrace_trainer import INFO
 from headrace_trainer.settings import TrainerSettings
 
 SERVICE = Service(

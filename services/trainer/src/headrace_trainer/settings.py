@@ -12,6 +12,7 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.registries import NameIn, PluginError
 from headrace_runtime.settings.sections import Port, Section, ServiceSettings
 from headrace_schemas.values.base import ModelName
+from headrace_trainer import INFO
 from headrace_trainer.algorithms.presets import ALGORITHMS, OFFERED, Needs
 from headrace_trainer.algorithms.settings import (
     AdvantageSettings,
@@ -22,7 +23,6 @@ from headrace_trainer.algorithms.settings import (
     Positive,
 )
 from headrace_trainer.backends import BACKENDS, Backend
-from headrace_trainer.service import INFO
 
 _RATE_OF_SIZE, _RATE_MAX, _RATE_OF_ADAPTERS = 0.13, 1e-4, 10
 """The factor gives 1.5e-6 at 7 billion parameters, as in recipes for models of that size. At 0.4 million, 2e-4 learns
