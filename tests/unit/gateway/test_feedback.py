@@ -246,8 +246,8 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"session_id": "one", "withdrawn": True, "kind": "preference"}, "preference", "name the two answers"),
     ({"session_id": "one", "value": 1, "ratter": "ann"}, "ratter", "did you mean 'rater'"),
     ({"session_id": "one", "level": "run", "value": 1}, "level", "'turn'"),
-    ({"msg_ids": MANY, "parts": PARTS}, "parts", "4128 values, more than 4096"),
-    ({"msg_ids": MANY, "level": "turn", "parts": PARTS}, "parts", "set level to session"),
+    ({"parts": PARTS, "msg_ids": MANY}, "parts", "4128 values, more than 4096"),
+    ({"level": "turn", "parts": PARTS, "msg_ids": MANY}, "parts", "set level to session"),
 ]
 
 
