@@ -25,7 +25,7 @@ from headrace_trainer.torch_learner import native
 from headrace_trainer.torch_learner.model import attention, policy
 from headrace_trainer.torch_learner.model.blocks import Block
 from headrace_trainer.torch_learner.model.policy import Policy
-from headrace_trainer.torch_learner.native import Native, examine
+from headrace_trainer.torch_learner.native import NativeLogprobs, examine
 from tests.architectures.catalog import CATALOG
 from tests.support import tiny_model
 from tests.unit.trainer.conftest import Make
@@ -61,8 +61,8 @@ FAULTS: list[tuple[str, str, str, Any, str]] = [
     ("Mistral, sliding window", "attention.SequenceMask.of", "blocks", without_mask, "beyond sliding_window = 24"),
     ("Llama 4", "attention.SequenceMask.of", "blocks", without_mask, "beyond attention_chunk_size = 32"),
     ("Mixtral, sliding window", "attention.SequenceMask.of", "blocks", without_mask, "beyond sliding_window = 24"),
-    ("Llama, longrope", "attention.steady", "blocks", lambda _: None, "nats in short sequences"),
-    ("Llama, longrope", "attention.steady", "padded", lambda _: None, "nats in short sequences"),
+    ("Llama, longrope", "attention.replace_length_ropes", "blocks", lambda _: None, "nats in short sequences"),
+    ("Llama, longrope", "attention.replace_length_ropes", "padded", lambda _: None, "nats in short sequences"),
     ("Gemma 2", "policy._padded_attention", "padded", lambda _: None, r"0\.0\d+ nats"),
 ]
 
@@ -286,7 +286,7 @@ def test_the_two_are_never_in_memory_together(base: Path, monkeypatch: pytest.Mo
         return model
 
     monkeypatch.setattr(native, "from_folder", watched)
-    stored = Native(base, settings(base))
+    stored = NativeLogprobs(base, settings(base))
     gc.collect()
     assert [model() for model in opened] == [None]
     assert stored.compare(Policy.open(base, ComputeSettings(device="cpu"), LoraSettings(), 0)).difference is not None

@@ -175,7 +175,7 @@ def _growth(work: Callable[[], None]) -> int:
     """Return the growth of this process's memory during `work` in bytes."""
     from headrace_trainer.torch_learner.model import devices
 
-    devices.give_back()
+    devices.return_unused_memory()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins at the present size
     before = _resident_bytes("VmRSS")
     work()
@@ -263,7 +263,7 @@ def test_products_are_exact_with_whatever_makes_them() -> None:
 
 @pytest.mark.parametrize("product", ["bmm", "addmm"])
 def test_who_rounds_is_not_asked(monkeypatch: pytest.MonkeyPatch, product: str) -> None:
-    """A CPU with bfloat16 units rounds one kind of product, which `exact` must detect."""
+    """A CPU with bfloat16 units rounds one kind of product, which `computes_exactly` must detect."""
     original = getattr(torch, product)
 
     def rounded(*tensors: torch.Tensor) -> torch.Tensor:
@@ -272,7 +272,7 @@ def test_who_rounds_is_not_asked(monkeypatch: pytest.MonkeyPatch, product: str) 
 
     SETTINGS.fp32_precision = "none"
     monkeypatch.setattr(torch, product, rounded)
-    assert not devices.exact()
+    assert not devices.computes_exactly()
     assert not devices.multiply_directly()
     assert SETTINGS.fp32_precision == "none"
 

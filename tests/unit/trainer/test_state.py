@@ -121,11 +121,11 @@ def test_a_queue_that_was_larger_when_it_was_saved_has_no_room() -> None:
 
 def test_what_was_read_is_noted_by_stretches_and_the_next_place_of_every_partition() -> None:
     state = ledger_on(chain(0))
-    for topic, partition, offset, noted in (
+    for topic, partition, offset, reported in (
         ("experiences", 0, 3, True), ("experiences", 0, 4, True), ("experiences", 1, 7, True), ("other", 0, 9, False),
         ("experiences", 1, 8, True), ("experiences", 0, 5, True),
     ):  # fmt: skip
-        state.record_offset(topic, partition, offset, noted=noted)
+        state.record_offset(topic, partition, offset, reported=reported)
     assert state.offsets == {"experiences": {0: 6, 1: 9}, "other": {0: 10}}
     assert [(read.partition, read.until) for read in state.read] == [(0, 5), (1, 9), (0, 6)]
 

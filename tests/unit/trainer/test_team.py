@@ -25,7 +25,7 @@ from headrace_trainer.batches.batch import Batch, Row, pack
 from headrace_trainer.learner import LearnerLost, NotFinite, StepResult
 from headrace_trainer.ray_learner import rank_learner, version_parts
 from headrace_trainer.ray_learner.pieces import Piece, check
-from headrace_trainer.ray_learner.rank_learner import _merge, deal_passes, pass_budget
+from headrace_trainer.ray_learner.rank_learner import _merge, assign_passes, pass_budget
 from headrace_trainer.ray_learner.version_parts import OwnPart, _entries
 from headrace_trainer.settings import ComputeSettings, LoraSettings, TrainerSettings
 from headrace_trainer.torch_learner import version_files
@@ -69,12 +69,12 @@ class Member:
     def budget(self, lengths: Sequence[int], pack_tokens: int) -> int:
         return rank_learner.pass_budget(lengths, pack_tokens, self.threads.count)
 
-    def mine(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-        hands = rank_learner.deal_passes(packs, lengths, self.threads.count)
+    def own_passes(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+        hands = rank_learner.assign_passes(packs, lengths, self.threads.count)
         own_packs = [packs[index] for index in hands[self.number]]
         return own_packs + [[]] * (max(map(len, hands)) - len(own_packs) if self.equal else 0)
 
-    def add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         own_gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
         every = self.threads.exchange(self.number, own_gradients)
         for name in {name for gradients in every for name in gradients}:
@@ -82,14 +82,14 @@ class Member:
                 [member_gradients[name] for member_gradients in every if name in member_gradients]
             ).sum(0)
 
-    def together(self, measures: Measures) -> Measures:
+    def merge_measures(self, measures: Measures) -> Measures:
         return _merge(self.threads.exchange(self.number, measures))
 
 
 class EachForItself(Member):
     """Faulty member that ignores the gradients of the others."""
 
-    def add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.threads.exchange(self.number, None)
 
 
@@ -166,9 +166,9 @@ def test_a_team_moves_the_weights_as_one_process_does(base: Path, name: str, equ
 
 
 def _alone(learner: TorchLearner, settings: TrainerSettings) -> list[StepResult]:
-    from headrace_trainer.torch_learner.step import ALONE
+    from headrace_trainer.torch_learner.step import SINGLE_PROCESS
 
-    return play(learner, settings, ALONE)
+    return play(learner, settings, SINGLE_PROCESS)
 
 
 def test_members_that_do_not_add_up_are_noticed(base: Path) -> None:
@@ -204,21 +204,21 @@ LENGTHS = st.lists(st.integers(1, 60), max_size=24)
 
 
 def test_the_longest_goes_first_and_to_whoever_has_least() -> None:
-    assert deal_passes([[0], [1], [2], [3]], [5, 9, 4, 1], 2) == [[1, 3], [0, 2]]
+    assert assign_passes([[0], [1], [2], [3]], [5, 9, 4, 1], 2) == [[1, 3], [0, 2]]
 
 
 def test_equal_passes_go_in_turn() -> None:
-    assert deal_passes([[0], [1], [2]], [7, 7, 7], 2) == [[0, 2], [1]]
+    assert assign_passes([[0], [1], [2]], [7, 7, 7], 2) == [[0, 2], [1]]
 
 
 def test_nothing_is_dealt_to_everybody() -> None:
-    assert deal_passes([], [], 3) == [[], [], []]
+    assert assign_passes([], [], 3) == [[], [], []]
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 80))
 def test_each_row_is_trained_once_whoever_it_goes_to(lengths: list[int], ranks: int, pack_tokens: int) -> None:
     packs = pack(lengths, pass_budget(lengths, pack_tokens, ranks))
-    hands = deal_passes(packs, lengths, ranks)
+    hands = assign_passes(packs, lengths, ranks)
     assert len(hands) == ranks
     assert sorted(row for hand in hands for number in hand for row in packs[number]) == list(range(len(lengths)))
 
@@ -238,7 +238,7 @@ def test_a_small_batch_has_a_pass_for_each_rank(ranks: int, passes: int) -> None
     lengths = [10] * 8
     packs = pack(lengths, pass_budget(lengths, 4096, ranks))
     assert len(packs) == passes
-    assert [len(hand) for hand in deal_passes(packs, lengths, ranks)] == [1] * ranks
+    assert [len(hand) for hand in assign_passes(packs, lengths, ranks)] == [1] * ranks
 
 
 ABOUT = {"headrace": "training state of lineage é"}

@@ -173,15 +173,15 @@ class Quiet(Reporter):
         self.steps: list[Mapping[str, float]] = []
         self.stops: list[str | None] = []
 
-    def step(self, measured: Mapping[str, float], state: LineageState) -> None:
+    def report_step(self, measured: Mapping[str, float], state: LineageState) -> None:
         self.steps.append(measured)
 
-    def published(self, version: str, number: int, step: int) -> None: ...
+    def report_version(self, version: str, number: int, step: int) -> None: ...
 
-    def stopped(self, reason: str | None, state: LineageState) -> None:
+    def report_stop(self, reason: str | None, state: LineageState) -> None:
         self.stops.append(reason)
 
-    def decided(self, event: ModelEvent, number: int, step: int) -> None: ...
+    def report_decision(self, event: ModelEvent, number: int, step: int) -> None: ...
 
     def close(self) -> None: ...
 

@@ -164,7 +164,7 @@ class DryRun:
                 state.drop(item, "invalid")
             return
         state.record_step(prepared.trained, prepared.baselines)
-        self._weights_changed = self._weights_changed or moves(prepared.batch, settings)
+        self._weights_changed = self._weights_changed or changes_weights(prepared.batch, settings)
         enough_steps = self._weights_changed and state.steps - state.history.head_step >= settings.steps_per_version
         if enough_steps if original is None else original.published:
             self._publish()
@@ -200,7 +200,7 @@ class DryRun:
         self._state.take_report()
 
 
-def moves(batch: Batch, settings: TrainerSettings) -> bool:
+def changes_weights(batch: Batch, settings: TrainerSettings) -> bool:
     """Return whether a step on `batch` would change the weights.
 
     It does not if the loss depends on the weights only through advantages, and all of them are zero: no back end

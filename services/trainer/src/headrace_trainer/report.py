@@ -95,7 +95,7 @@ class Reporter:
         self._board = _Board(folder)
         self._console = Console(stderr=True) if sys.stderr.isatty() else None
 
-    def step(self, measured: Mapping[str, float], state: LineageState) -> None:
+    def report_step(self, measured: Mapping[str, float], state: LineageState) -> None:
         """Report a step. `measured` are the measurements that `Lineage.step` returned."""
         STEPS.set(state.steps)
         STEP_SECONDS.observe(measured["step_seconds"])
@@ -116,7 +116,7 @@ class Reporter:
                 soft_wrap=True,
             )
 
-    def published(self, version: str, number: int, step: int) -> None:
+    def report_version(self, version: str, number: int, step: int) -> None:
         """Report a new version, once it is durable."""
         VERSION_NUMBER.set(number)
         self._board.points({"version": number}, step)
@@ -125,7 +125,7 @@ class Reporter:
         else:
             self._console.print(f"[bold green]version {number}[/]  {version}", highlight=False)
 
-    def stopped(self, reason: str | None, state: LineageState) -> None:
+    def report_stop(self, reason: str | None, state: LineageState) -> None:
         """Report that training has stopped for `reason`, or continues when it is None. Called also at a start."""
         STOPPED.set(reason is not None)
         version = state.history.head
@@ -141,7 +141,7 @@ class Reporter:
                 highlight=False,
             )
 
-    def decided(self, event: ModelEvent, number: int, step: int) -> None:
+    def report_decision(self, event: ModelEvent, number: int, step: int) -> None:
         """Report a decision of the registry about a version of the lineage.
 
         Args:
@@ -163,4 +163,4 @@ class Reporter:
 def report_decision(reporter: Reporter, event: ModelEvent, state: LineageState) -> None:
     """Report a decision of the registry if it is about a version of the lineage."""
     if event.version in state.history:
-        reporter.decided(event, state.history[event.version].number, state.steps)
+        reporter.report_decision(event, state.history[event.version].number, state.steps)

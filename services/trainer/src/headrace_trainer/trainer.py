@@ -155,7 +155,7 @@ class Trainer:
             await self._announce(lineage.saved.checkpoint, lineage.saved.metrics)
             await self._retry(lambda: self._source.start(lineage.state.offsets))
             if lineage.health.stopped is not None:
-                reporter.stopped(lineage.health.stopped.reason, lineage.state)
+                reporter.report_stop(lineage.health.stopped.reason, lineage.state)
             await self._train(lineage, reporter)
         finally:
             reporter.close()
@@ -218,7 +218,7 @@ class Trainer:
             await self._finish_save(lineage, reporter)  # the search for the culprits needs the only copy of the weights
             measured = await self._in_thread(partial(lineage.step_isolated, failure, self._stop))
         if measured:
-            reporter.step(measured, lineage.state)
+            reporter.report_step(measured, lineage.state)
         if lineage.health.stopped is not None:
             await self._revert_to_last_version(lineage, reporter, lineage.health.stopped.reason)
         return True
@@ -228,7 +228,7 @@ class Trainer:
         await self._finish_save(lineage, reporter)
         await self._requeue_undone(await self._retry_in_thread(lineage.revert_to_last_version), lineage)
         await self._save(lineage, reporter, publish=False)
-        reporter.stopped(reason, lineage.state)
+        reporter.report_stop(reason, lineage.state)
 
     async def _step_and_save(self, lineage: Lineage, reporter: Reporter, mark: int | None = None) -> None:
         """Take a step and save, if it is time. Undone and restored outcomes are saved and announced first."""
@@ -241,7 +241,7 @@ class Trainer:
         if lineage.state.has_reversals or resumed:
             await self._save(lineage, reporter, publish=False)
         if resumed:
-            reporter.stopped(None, lineage.state)
+            reporter.report_stop(None, lineage.state)
         self._end_if_stopped(lineage)
         await self._step(lineage, reporter, lineage.next_batch(mark))
         if lineage.is_save_due(self._clock.monotonic_s() - self._saved_at_s):
@@ -273,7 +273,7 @@ class Trainer:
         published = lineage.end_save(save)
         checkpoint, metrics = lineage.saved.checkpoint, lineage.saved.metrics
         if published:
-            reporter.published(checkpoint.version, checkpoint.step, save.snapshot.steps)
+            reporter.report_version(checkpoint.version, checkpoint.step, save.snapshot.steps)
             await self._announce(checkpoint)
         await self._announce(metrics)
         self._saved_at_s = self._clock.monotonic_s()
@@ -300,8 +300,8 @@ class Trainer:
                 await self._finish_save(lineage, reporter)
                 await self._follow_decision(event, lineage)
                 await self._in_thread(lambda: report_decision(reporter, event, lineage.state))
-        noted = record.topic == self._settings.topic
-        lineage.state.record_offset(record.topic, record.partition, record.offset, noted=noted)
+        reported = record.topic == self._settings.topic
+        lineage.state.record_offset(record.topic, record.partition, record.offset, reported=reported)
 
     async def _follow_decision(self, event: ModelEvent, lineage: Lineage) -> None:
         """Follow a decision of the registry: exclude a version, or go back with the weights.
@@ -321,7 +321,7 @@ class Trainer:
         state.sweep()
         revisions = control.find_excluded_contributions(state, version)
         experiences = await self._read_again(state.bus_positions(revisions))
-        remaining = control.take_back(state, revisions, experiences, self._clock.now())
+        remaining = control.queue_reversals(state, revisions, experiences, self._clock.now())
         log.info("excluded", version=version, taken_back=len(revisions) - remaining, left=remaining)
 
     async def _requeue_undone(self, lost: Mapping[str, Sequence[int]], lineage: Lineage) -> None:

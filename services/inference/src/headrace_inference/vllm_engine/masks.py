@@ -52,7 +52,10 @@ class HeadraceGrammar(GuidanceGrammar):  # type: ignore[misc]
 
 
 def use_own_masks() -> None:
-    """Replace vLLM's back end `guidance` in this process."""
+    """Make vLLM use `HeadraceBackend` in this process instead of its own back end `guidance`.
+
+    vLLM calls it as its plugin `headrace_masks`, in each of its processes.
+    """
     vllm_grammars.GuidanceBackend = HeadraceBackend
 
 

@@ -37,7 +37,11 @@ class Wealth(Protocol):
 
 @dataclass(slots=True)
 class SequentialTest:
-    """One e-process with its error probability. `sign` -1 tests the opposite of the contrast."""
+    """Sequential test whether the mean of a metric's contrasts exceeds a bound: an e-process with its error
+    probability.
+
+    With `sign` -1 the contrasts are negated, so the test looks for a mean on the other side.
+    """
 
     wealth: Wealth
     error: float
@@ -45,6 +49,7 @@ class SequentialTest:
     null_rejected: bool = False
 
     def update(self, contrast: float) -> None:
+        """Add a contrast, and note whether the null hypothesis is rejected now. A rejection stays."""
         self.wealth.update(self.sign * contrast)
         self.null_rejected = self.null_rejected or self.wealth.null_rejected(self.error)
 

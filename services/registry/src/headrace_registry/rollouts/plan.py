@@ -228,7 +228,11 @@ class RolloutPlan(Section):
 
     @property
     def reading_ages(self) -> Mapping[ReadingAge, Fraction]:
-        """Ages at which the metrics of a unit are computed, each with its share of β."""
+        """Ages at which the metrics of a unit are computed, each with its share of `beta`, the error probability of all
+        tests for harm.
+
+        The shares add up to 1.
+        """
         shadow = _SHADOW if self.shadow_units else Fraction(0)
         closing = _CLOSING if self.closing_s > self.maturity_s else Fraction(0)
         shares: dict[ReadingAge, Fraction] = {"shadow": shadow, "maturity": 1 - shadow - closing, "closing": closing}

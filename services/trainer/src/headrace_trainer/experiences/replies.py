@@ -106,8 +106,8 @@ class ReplyReader:
     def examples(self, experience: Experience) -> Iterator[Example]:
         """Yield the examples of answers with a reply: contradicted ones with the value 1, and accepted ones with 0.
 
-        Answers to which a tool replied are skipped, and answers that were sampled from a part of the vocabulary: after
-        another prompt the parts would be others.
+        Skipped are answers to which a tool replied, and answers that were sampled from a part of the vocabulary: the
+        prompt with the reply would allow another part, so their logprobs could not be compared.
         """
         branch, (contradicted_max, accepted_min) = experience.branch, self._bounds
         rewards = {reward.turn_id: reward.value for reward in experience.turn_rewards}

@@ -100,13 +100,14 @@ class LineageState:
         """Version whose weights equal the present ones, None when steps have changed them since."""
         return self.history.head if self.steps == self.history.head_step else None
 
-    def record_offset(self, topic: str, partition: int, offset: int, *, noted: bool) -> None:
-        """Move the offset past a record that was handled.
+    def record_offset(self, topic: str, partition: int, offset: int, *, reported: bool) -> None:
+        """Set the next offset to read of a partition, after the record at `offset` was handled.
 
-        `noted`: batches depend on its order, so reports contain it (P9).
+        Args:
+            reported: whether the record's place in the order of reading is reported, because batches depend on it (P9).
         """
         self.offsets.setdefault(topic, {})[partition] = offset + 1
-        if not noted:
+        if not reported:
             return
         if self.read and self.read[-1].partition == partition:
             self.read.pop()

@@ -190,7 +190,7 @@ def form_parties(
     answers = {item.experience.experience_id: tuple(find_open_answers(item)) for item in waiting}
     flat = [(name, example) for name, examples in answers.items() for example in examples]
     pairs = match_answers(flat)
-    party_of = _connect(answers, pairs)
+    party_of = _find_party_names(answers, pairs)
     members: dict[str, list[WaitingExperience]] = {}
     for item in waiting:
         members.setdefault(party_of[item.experience.experience_id], []).append(item)
@@ -217,8 +217,15 @@ def form_parties(
     return Parties((*corrections, *ready), party_of, tuple(unpaired))
 
 
-def _connect(answers: Mapping[str, Sequence[Example]], pairs: Mapping[tuple[str, str], str]) -> dict[str, str]:
-    """Map each experience to the first one of its party (union-find)."""
+def _find_party_names(answers: Mapping[str, Sequence[Example]], pairs: Mapping[tuple[str, str], str]) -> dict[str, str]:
+    """Return the party of each experience, by the experience's id. Experiences whose answers are paired share a party.
+
+    A party's name is the id of its earliest experience. The parties are found by union-find.
+
+    Args:
+        answers: examples that must be trained with another answer, by experience id.
+        pairs: name of the pair of each paired answer, by experience id and part.
+    """
     root = {name: name for name in answers}
 
     def find_root(name: str) -> str:

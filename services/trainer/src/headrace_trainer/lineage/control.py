@@ -69,7 +69,7 @@ def find_excluded_contributions(state: LineageState, version: str) -> dict[str, 
     """Return the experiences of an excluded version whose training the weights contain, each with its trained
     revisions.
 
-    Pass the result to `take_back`.
+    Pass the result to `queue_reversals`.
     """
     revisions_by_name: dict[str, tuple[int, ...]] = {}
     for name in state.window:
@@ -81,7 +81,7 @@ def find_excluded_contributions(state: LineageState, version: str) -> dict[str, 
     return revisions_by_name
 
 
-def take_back(
+def queue_reversals(
     state: LineageState,
     revisions_by_name: Mapping[str, Sequence[int]],
     experiences: Mapping[str, Experience],

@@ -36,7 +36,9 @@ class RayCopy:
             with (folder / name).open("xb") as file:
                 file.truncate(size)
         with marked(folder) as mark:
-            written: list[list[Piece] | None] = self.ranks.beside("write_copy", self.number, str(folder), mark)
+            written: list[list[Piece] | None] = self.ranks.call_during_steps(
+                "write_copy", self.number, str(folder), mark
+            )
         pieces: list[Piece] = []
         for rank, own_pieces in enumerate(written):
             pieces += self._fetch_pieces(rank, folder) if own_pieces is None else own_pieces
@@ -46,17 +48,17 @@ class RayCopy:
 
     def _fetch_pieces(self, rank: int, folder: Path) -> list[Piece]:
         """Fetch the pieces of a rank that cannot access `folder`, one at a time, and write them there."""
-        pieces: list[Piece] = self.ranks.one_beside(rank, "pieces", self.number)
+        pieces: list[Piece] = self.ranks.call_rank_during_steps(rank, "pieces", self.number)
         for piece in pieces:
             with (folder / piece.file).open("rb+") as file:
                 file.seek(piece.start)
-                file.write(self.ranks.one_beside(rank, "piece", self.number, piece))
+                file.write(self.ranks.call_rank_during_steps(rank, "piece", self.number, piece))
         return pieces
 
     def drop(self) -> None:
         if self.ranks.failure is None:
             try:
-                self.ranks.beside("drop", self.number)
+                self.ranks.call_during_steps("drop", self.number)
             except LearnerLost:
                 return  # the copy is lost with the learner
 

@@ -172,7 +172,7 @@ def pass_budget(lengths: Sequence[int], pack_tokens: int, ranks: int) -> int:
     return max(1, min(pack_tokens, math.ceil(sum(lengths) / ranks)))
 
 
-def deal_passes(packs: Sequence[Sequence[int]], lengths: Sequence[int], ranks: int) -> list[list[int]]:
+def assign_passes(packs: Sequence[Sequence[int]], lengths: Sequence[int], ranks: int) -> list[list[int]]:
     """Assign forward passes to ranks, and return the numbers of each rank's passes, in order.
 
     The longest pass comes first. Each goes to the rank with the fewest tokens so far, the first one of several.
@@ -207,14 +207,15 @@ class RankTeam:
     def budget(self, lengths: Sequence[int], pack_tokens: int) -> int:
         return pass_budget(lengths, pack_tokens, self._ranks)
 
-    def mine(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-        hands = deal_passes(packs, lengths, self._ranks)
+    def own_passes(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+        """Return this rank's passes. With sharded weights empty ones follow until every rank has equally many."""
+        hands = assign_passes(packs, lengths, self._ranks)
         own_packs = [packs[number] for number in hands[self._rank]]
         idle = max(map(len, hands)) - len(own_packs) if self._sharded else 0
         return own_packs + [[] for _ in range(idle)]
 
     @torch.no_grad()
-    def add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Sum the gradients of all ranks. With sharded weights FSDP2 has already done so, pass by pass."""
         if self._sharded:
             return
@@ -230,7 +231,7 @@ class RankTeam:
             for gradient, part in zip(bucket, parts, strict=True):
                 gradient.copy_(part.reshape(gradient.shape))
 
-    def together(self, measures: Measures) -> Measures:
+    def merge_measures(self, measures: Measures) -> Measures:
         by_rank: list[Any] = [None] * self._ranks
         dist.all_gather_object(by_rank, _on_cpu(measures))
         return _merge(by_rank)

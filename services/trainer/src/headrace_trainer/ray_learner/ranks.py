@@ -34,7 +34,7 @@ _CALL_TIMEOUT_S = 3600.0
 """Longest duration of a step, or of any other call of the ranks."""
 
 _POLL_S = 0.2
-_BESIDE = "beside"
+_DURING_STEPS = "during_steps"
 """The thread of a rank that writes copies."""
 _ON_DISK = frozenset({"write_copy"})
 """Methods that fail where a disk is full, in one rank alone, and may be called again."""
@@ -133,22 +133,25 @@ class Ranks:
             for number, rank_folder in copies.items():
                 self._forget(number, rank_folder)
 
-    def beside(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of each rank that may run during a step.
+    def call_during_steps(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method in every rank that may run during a step, and return the results by rank.
 
         The call may come from another thread than the others, one at a time. It raises `OSError` as a rank does, after
         which the ranks can go on.
         """
-        return self._beside(method, self._actors, arguments)
+        return self._call_during_steps(method, self._actors, arguments)
 
-    def one_beside(self, number: int, method: str, *arguments: Any) -> Any:
-        return self._beside(method, self._actors[number : number + 1], arguments)[0]
+    def call_rank_during_steps(self, number: int, method: str, *arguments: Any) -> Any:
+        """Call a method in one rank that may run during a step, and return its result."""
+        return self._call_during_steps(method, self._actors[number : number + 1], arguments)[0]
 
-    def _beside(self, method: str, actors: list[Any], arguments: tuple[Any, ...]) -> list[Any]:
+    def _call_during_steps(self, method: str, actors: list[Any], arguments: tuple[Any, ...]) -> list[Any]:
         if self._lost is not None:
             raise LearnerLost(self._lost)
         with self._marking_lost(method):
-            calls = [getattr(actor, method).options(concurrency_group=_BESIDE).remote(*arguments) for actor in actors]
+            calls = [
+                getattr(actor, method).options(concurrency_group=_DURING_STEPS).remote(*arguments) for actor in actors
+            ]
             self._wait(method, calls, None)
             return list(ray.get(calls))
 
@@ -172,7 +175,7 @@ class Ranks:
         if not self._group.wait(self._settings.start_timeout_s):
             remedy = f"the cluster has no room for so many with {bundle} each; it has {_resources()}"
             raise SettingError("trainer.ray.ranks", count, remedy)
-        actor: Any = ray.remote(concurrency_groups={_BESIDE: 1})(Rank)  # type: ignore[call-overload]
+        actor: Any = ray.remote(concurrency_groups={_DURING_STEPS: 1})(Rank)  # type: ignore[call-overload]
         for number in range(count):
             bundle_strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=number)
             resources = {

@@ -144,8 +144,8 @@ class _Entry:
     dtype: torch.dtype
 
     @property
-    def bare(self) -> Tensor:
-        """A `meta` tensor of this shape and type, which takes no memory."""
+    def meta_tensor(self) -> Tensor:
+        """Tensor of this shape and type on the device `meta`, which takes no memory."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
 
@@ -194,7 +194,7 @@ def version_of(inner: TorchLearner, base: str, *, first: bool, sharded: bool) ->
             for name, entry in entries.items()
         }
         name = f"{VERSION}/{file}"
-        tensors = {name: entry.bare for name, entry in entries.items()}
+        tensors = {name: entry.meta_tensor for name, entry in entries.items()}
         sizes[name], other_ranges = compute_ranges(name, tensors, own_tensors, version_files.ABOUT, first=first)
         file_ranges += other_ranges
     texts = _texts(plan.texts) if plan is not None else ()

@@ -123,7 +123,8 @@ class Adam:
 
     @property
     def _unobserved_share(self) -> float:
-        """Weight of the squares from before the first batch."""
+        """Share of the averaged squares that no batch has filled yet: β₂ to the power of `squares_clock`, 1 before
+        the first."""
         return float(self._settings.beta2**self.squares_clock)
 
     @torch.no_grad()

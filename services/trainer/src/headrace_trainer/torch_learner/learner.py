@@ -35,7 +35,7 @@ from headrace_trainer.torch_learner.critic import Appraiser, Critic
 from headrace_trainer.torch_learner.hindsight import HindsightTeacher
 from headrace_trainer.torch_learner.model.configuration import first_line
 from headrace_trainer.torch_learner.model.policy import Policy
-from headrace_trainer.torch_learner.native import Compared, Native
+from headrace_trainer.torch_learner.native import NativeComparison, NativeLogprobs
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.step import train
 from headrace_trainer.torch_learner.stored_tensors import StoredTensors
@@ -240,7 +240,7 @@ class TorchLearner:
         return version_files.fingerprint(self.policy, self.served_as)
 
     def fingerprint_of_base(self) -> Fingerprint:
-        with self.policy.as_base():
+        with self.policy.without_adapters():
             return self.policy.fingerprint()
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ def open_learner(folder: Path, settings: TrainerSettings, kind: type[Policy]) ->
 
     The model's own logprobs are computed first, so that two copies are never in memory together. Raises `SettingError`.
     """
-    native = Native(folder, settings)
+    native = NativeLogprobs(folder, settings)
     policy = kind.open(folder, settings.compute, settings.lora, settings.seed)
     _log_comparison(native.compare(policy))
     if settings.needs_base:
@@ -285,7 +285,7 @@ def _hindsight(settings: TrainerSettings, pack_tokens: int) -> HindsightTeacher:
     return HindsightTeacher(chosen, pack_tokens)
 
 
-def _log_comparison(result: Compared) -> None:
+def _log_comparison(result: NativeComparison) -> None:
     """Log the result of the comparison with the model's own attention, and the parts that were not compared."""
     if result.difference is not None:
         log.info(

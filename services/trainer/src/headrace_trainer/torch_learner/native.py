@@ -52,7 +52,7 @@ _COARSE = 100.0
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """Rows whose logprobs are compared.
 
     `places` marks, for each named place, the loss tokens of all rows that lie there.
@@ -64,11 +64,11 @@ class Plan:
     """Parts that the budget left out."""
 
 
-def plan(config: Any, settings: TrainerSettings) -> Plan:
+def plan(config: Any, settings: TrainerSettings) -> ComparisonPlan:
     """Choose the rows to compare, for the model of this (text) configuration."""
     budget = settings.native.tokens
     if not budget:
-        return Plan((), {}, ("anything",))
+        return ComparisonPlan((), {}, ("anything",))
     longest = min(settings.memory.sequence_tokens or settings.memory.queue_tokens, context_of(config))
     lengths: list[int] = []
     unseen: list[str] = []
@@ -90,7 +90,7 @@ def plan(config: Any, settings: TrainerSettings) -> Plan:
             add(longest, f"rows of several sequences beyond {name} = {point}", -(-missing // longest))
     compared = [(point, name) for point, name in points if any(length > point for length in lengths)]
     rows = tuple(_row(config, length, [point for point, _ in compared], seed) for seed, length in enumerate(lengths))
-    return Plan(rows, _place_masks(rows, compared), tuple(unseen))
+    return ComparisonPlan(rows, _masks_by_place(rows, compared), tuple(unseen))
 
 
 def turning_points(config: Any) -> dict[int, str]:
@@ -124,8 +124,14 @@ def _row(config: Any, length: int, points: list[int], seed: int) -> Row:
     return Row("", 0, tokens, mask, zeros, zeros + 1, np.float32(0), ~mask)
 
 
-def _place_masks(rows: tuple[Row, ...], points: list[tuple[int, str]]) -> dict[str, NDArray[np.bool_]]:
-    """Return for each place which loss tokens lie there: beyond its turning point, and not beyond the next."""
+def _masks_by_place(rows: tuple[Row, ...], points: list[tuple[int, str]]) -> dict[str, NDArray[np.bool_]]:
+    """Return a mask of the loss tokens of all rows for each named place.
+
+    The first place is before all turning points, every other one begins at a turning point and ends at the next.
+
+    Args:
+        points: the turning points, each with the name of its setting, in ascending order.
+    """
     if not rows:
         return {}
     at_N = np.concatenate([np.flatnonzero(row.loss_mask_T) for row in rows])
@@ -135,12 +141,11 @@ def _place_masks(rows: tuple[Row, ...], points: list[tuple[int, str]]) -> dict[s
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Result of the comparison.
+class NativeComparison:
+    """Result of the comparison of the policy's logprobs with those of the model's own code.
 
-    `difference` is the largest difference of all places in nats, and `place` names its place.
-
-    `difference` is None when nothing was compared.
+    `difference` is the largest difference of all places in nats, None when nothing was compared; `place` names its
+    place. `unseen` lists the parts that the budget left out.
     """
 
     architecture: str
@@ -150,7 +155,7 @@ class Compared:
     unseen: tuple[str, ...]
 
 
-class Native:
+class NativeLogprobs:
     """Logprobs of the model's own code, stored until the trainer's are computed, so that only one model is in
     memory."""
 
@@ -165,17 +170,17 @@ class Native:
         text = config.get_text_config()
         self._architecture = architecture_of(config)
         self._routed = any("expert" in name and count > 1 for name, count in integers(text.to_dict()))
-        self._plan: Plan = plan(text, settings)
+        self._plan: ComparisonPlan = plan(text, settings)
         compute = resolve_types(settings.compute, device_of(settings.compute.device))
         rounds = bool(settings.lora.rank) or compute.weights == "bfloat16"
         self._dtype = weights_dtype(compute, frozen=rounds)
         self._coarse = self._dtype is not torch.float32
         self._native_N = self._native_logprobs(folder) if self._plan.rows else None
 
-    def compare(self, policy: Policy) -> Compared:
+    def compare(self, policy: Policy) -> NativeComparison:
         """Compare the policy's logprobs with the model's own. Raise `SettingError` where they differ."""
         if self._native_N is None:
-            return Compared(self._architecture, None, "", 0, self._plan.unseen)
+            return NativeComparison(self._architecture, None, "", 0, self._plan.unseen)
         difference, place = self._largest(self._logprob_differences(policy, self._native_N))
         bound = self._settings.native.difference_max
         if not difference <= bound * (_COARSE if self._coarse else 1.0):
@@ -184,7 +189,7 @@ class Native:
                 f"and trainer.native.difference_max is {bound:g}"
             )
         tokens = sum(row.length for row in self._plan.rows)
-        return Compared(self._architecture, difference, place, tokens, self._plan.unseen)
+        return NativeComparison(self._architecture, difference, place, tokens, self._plan.unseen)
 
     @torch.no_grad()
     def _native_logprobs(self, folder: Path) -> Tensor:
@@ -252,14 +257,14 @@ class Native:
             raise SettingError("trainer.native.tokens", self._settings.native.tokens, remedy) from error
 
 
-def examine(settings: TrainerSettings) -> Compared:
+def examine(settings: TrainerSettings) -> NativeComparison:
     """Run the comparison on the base folder, on the CPU, for the check before a start.
 
     Blocks. Raises `SettingError`.
     """
     on_cpu = settings.model_copy(update={"compute": settings.compute.model_copy(update={"device": "cpu"})})
     folder = Path(settings.base)
-    native = Native(folder, on_cpu)
+    native = NativeLogprobs(folder, on_cpu)
     return native.compare(Policy.open(folder, on_cpu.compute, on_cpu.lora, on_cpu.seed))
 
 

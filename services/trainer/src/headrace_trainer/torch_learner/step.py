@@ -58,33 +58,33 @@ class Team(Protocol):
         """Return the largest number of tokens of one pass over rows of these `lengths`, so that every member has
         work."""
 
-    def mine(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+    def own_passes(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
         """Return this member's share of the passes `packs`, as row numbers. An empty one is a pass over `IDLE`."""
 
-    def add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Replace each gradient by the sum of all members' gradients."""
 
-    def together(self, measures: Measures) -> Measures:
+    def merge_measures(self, measures: Measures) -> Measures:
         """Return the observations of all members together, the same for each."""
 
 
-class Alone:
+class SingleProcess:
     """Team of a single process."""
 
     def budget(self, lengths: Sequence[int], pack_tokens: int) -> int:
         return pack_tokens
 
-    def mine(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
+    def own_passes(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
         return packs
 
-    def add_up(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Do nothing, because there are no other members."""
 
-    def together(self, measures: Measures) -> Measures:
+    def merge_measures(self, measures: Measures) -> Measures:
         return measures
 
 
-ALONE = Alone()
+SINGLE_PROCESS = SingleProcess()
 
 
 def train(
@@ -97,7 +97,7 @@ def train(
     *,
     from_base: bool = False,
     appraiser: Appraiser | None = None,
-    team: Team = ALONE,
+    team: Team = SINGLE_PROCESS,
 ) -> StepResult:
     """Take a training step: change the weights by `batch`. Blocks; runs in the training thread.
 
@@ -124,18 +124,18 @@ def train(
         optimizer.zero_grad()
         for pack, start_N in zip(corrections, starts, strict=False):
             _backward(policy, pack, start_N, None, settings, measures, stop, correction=True)
-        team.add_up(policy.parameters)
+        team.sum_gradients(policy.parameters)
         stashed = optimizer.stash() if batch.corrections else {}
         for pack, start_N, base_N in zip(first, starts[len(corrections) :], bases, strict=True):
             _backward(policy, pack, start_N, base_N, settings, measures, stop)
-        team.add_up(policy.parameters)
+        team.sum_gradients(policy.parameters)
         learning_rate, last = optimizer.learning_rate, update + 1 == settings.updates_per_step
-        measures = team.together(measures) if last else measures
+        measures = team.merge_measures(measures) if last else measures
         norm, numbers = optimizer.take(batch.first_weight, measures.numbers() if last else None)
         if norm is None and update == 0:
             raise NotFinite
         if norm is None:
-            measures = measures if last else team.together(measures)
+            measures = measures if last else team.merge_measures(measures)
             numbers = numbers or measures.numbers().tolist()
             break  # the earlier updates of this step are kept
         if update == 0:
@@ -164,7 +164,7 @@ def _collate_passes(policy: Policy, batch: Batch, pack_tokens: int, team: Team) 
     kinds = []
     for rows in (batch.first, batch.corrections):
         lengths = [row.length for row in rows]
-        indices = team.mine(passes(rows, team.budget(lengths, pack_tokens)), lengths)
+        indices = team.own_passes(passes(rows, team.budget(lengths, pack_tokens)), lengths)
         kinds.append([policy.collate([batch.weighted(rows[i]) for i in chosen] or [IDLE]) for chosen in indices])
     return kinds[0], kinds[1]
 

@@ -167,7 +167,7 @@ class HindsightSettings(Section):
     again when there are twice as many experiences."""
 
     @model_validator(mode="after")
-    def _bounds_are_apart(self) -> Self:
+    def _check_bounds(self) -> Self:
         if self.contradicted_max >= self.accepted_min:
             raise ValueError(f"contradicted_max is not below accepted_min = {self.accepted_min:g}")
         return self

@@ -189,7 +189,7 @@ AttentionInterface.register(BLOCKS, attend)
 AttentionMaskInterface.register(BLOCKS, _mask_object)
 
 
-def steady(model: nn.Module) -> None:
+def replace_length_ropes(model: nn.Module) -> None:
     """Replace rotary embeddings of `model` whose frequencies depend on the sequence length, so that each sequence
     has its own."""
     for module in model.modules():

@@ -35,7 +35,7 @@ def check(device: torch.device) -> None:
         raise SettingError("trainer.compute.compile", True, remedy) from error
 
 
-def layers(model: nn.Module) -> int:
+def mark_layers(model: nn.Module) -> int:
     """Mark the layers of `model` to be compiled at their first call, and return their number."""
     outside = torch.compiler.disable(attention.attend)  # type: ignore[no-untyped-call]
     AttentionInterface.register(attention.BLOCKS, outside)

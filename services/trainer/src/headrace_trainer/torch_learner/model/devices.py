@@ -6,8 +6,8 @@ permission to round to bfloat16 on the way, which takes effect where the CPU has
 products are compared with float64's, and where they are rounded the setting stays unchanged.
 
 **Memory** that was freed stays with the process. A step frees memory that the next one needs again, and the system
-fills new memory with zeros first: a third of a step with 110 million parameters. `give_back` returns it before free
-memory is measured.
+fills new memory with zeros first: a third of a step with 110 million parameters. `return_unused_memory`
+returns it before free memory is measured.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def keep_memory() -> bool:
     return all(results)
 
 
-def give_back() -> None:
+def return_unused_memory() -> None:
     """Return unused memory to the system. Call it before free memory is measured."""
     if trim := _glibc_function("malloc_trim"):
         trim(0)
@@ -108,13 +108,13 @@ def multiply_directly() -> bool:
         return False
     settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before, settings.fp32_precision = settings.fp32_precision, "bf16"
-    if exact():
+    if computes_exactly():
         return True
     settings.fp32_precision = before
     return False
 
 
-def exact() -> bool:
+def computes_exactly() -> bool:
     """Return whether matrix products of float32 are computed in the full precision of float32."""
     draw = torch.Generator().manual_seed(0)
     left, right = (torch.rand(2, 256, 256, generator=draw) + 0.5 for _ in range(2))

@@ -95,7 +95,7 @@ class Policy:
             from headrace_trainer.torch_learner.model import compiled  # imported here, because it takes seconds
 
             compiled.check(device)
-            compiled.layers(model)
+            compiled.mark_layers(model)
         cls._finish_loading(model, device)
         tokens = pack_tokens(Shape.read(folder, lora), compute, lora, on_cpu=device.type == "cpu")
         policy = cls(model, compute, device, lora=bool(lora.rank), pack_tokens=tokens)
@@ -224,7 +224,7 @@ class Policy:
         return replace(output, compiled=self._compute.compile)
 
     @contextlib.contextmanager
-    def as_base(self) -> Iterator[None]:
+    def without_adapters(self) -> Iterator[None]:
         """Context in which trained adapters are disabled. A fully trained model is not changed."""
         with self.model.disable_adapter() if self.lora else contextlib.nullcontext():
             yield
@@ -232,13 +232,13 @@ class Policy:
     @torch.no_grad()
     def reference_logprobs(self, pack: Pack) -> Tensor:
         """Return the logprobs under the first version's weights. Call `keep_reference` first."""
-        with self._autocast(), self.as_base():
+        with self._autocast(), self.without_adapters():
             return forward.logprobs(*self._first, pack)[0]
 
     @torch.no_grad()
     def reference_hidden(self, pack: Pack) -> Tensor:
         """Return the first version's last hidden states for the tokens of the loss."""
-        with self._autocast(), self.as_base():
+        with self._autocast(), self.without_adapters():
             return forward.hidden(*self._first, pack)
 
     @property
@@ -344,7 +344,7 @@ def _load(folder: Path, compute: ComputeSettings, *, frozen: bool) -> Any:
             raise SettingError("trainer.base", str(path), f"is not a safetensors file: {error}") from None
     implementation = attention.BLOCKS if compute.packing == "blocks" else _padded_attention(folder)
     model = from_folder(folder, weights_dtype(compute, frozen=frozen), implementation)
-    attention.steady(model)
+    attention.replace_length_ropes(model)
     if not compute.compile:  # a compiler fuses norms with the operations around them
         norms.fuse(model)
     return model

@@ -48,7 +48,7 @@ def free_bytes(device: torch.device) -> int | None:
     """Return the free memory in bytes that a step can use, or None where the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    devices.give_back()  # memory that another lineage of this process has freed
+    devices.return_unused_memory()  # memory that another lineage of this process has freed
     sizes = [size for size in (_machine_free_bytes(), _container_free_bytes()) if size is not None]
     return min(sizes) if device.type == "cpu" and sizes else None
 
