@@ -143,8 +143,11 @@ def _problems(folder: Path) -> Iterator[str]:
 
 def _check_targets(folder: Path, settings: TrainerSettings) -> None:
     """Raise `SettingError` if adapters are wanted and the base has none of the modules that should get them."""
-    lora, names = settings.lora, matrix_names(folder)
-    if lora.rank and names and names.isdisjoint(lora.targets):
+    lora = settings.lora
+    if not lora.rank:
+        return
+    names = matrix_names(folder)
+    if names and names.isdisjoint(lora.targets):
         remedy = f"the base has no module of these names; set names out of {', '.join(sorted(names))}"
         raise SettingError("trainer.lora.targets", ", ".join(lora.targets), remedy)
 
