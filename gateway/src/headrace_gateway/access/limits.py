@@ -110,7 +110,10 @@ class Meter:
         return None
 
     def _lone(self, count: int) -> int:
-        """Return the larger limit for a call with more choices than the limit, which may run alone."""
+        """Return the concurrency limit for a call with several choices while no other runs.
+
+        A call with more choices than the limit may so run alone.
+        """
         return count + 1 if self.in_progress == 1 and count > 1 else 0
 
 

@@ -108,7 +108,10 @@ class Transcript:
 
     @property
     def recorded_sets(self) -> dict[int, list[int]]:
-        """The stored sets of every choice by its index, or none if one of them is not known or all are too large."""
+        """For each choice by its index, the encoded sets of tokens that could be sampled at each position.
+
+        It is empty if the sets of one choice are unknown, or if they are too large together.
+        """
         sets = {index: choice.stored_sets for index, choice in self.choices.items() if choice.stored_sets is not None}
         complete = len(sets) == len(self.choices) and sum(map(len, sets.values())) <= STORED_SETS_MAX
         return sets if complete else {}

@@ -177,7 +177,10 @@ def message_json(message: Message) -> bytes:
 
 
 class MessageMemory:
-    """The messages of all tenants. Thread-safe."""
+    """Bounded cache of parsed messages of all tenants, by digest. Thread-safe.
+
+    Agents send a whole conversation with each call. Only its new messages are parsed.
+    """
 
     def __init__(self) -> None:
         self._messages: TenantMemory[bytes, ChatMessage] = TenantMemory(_BYTES_MAX)

@@ -127,9 +127,13 @@ class Feedback(Opinion, Event):
 
 
 def value_count(level: Level | None, responses: int, metrics: int) -> int:
-    """Return the largest number of values in feedback that lists `responses` and gives `metrics` in `parts`.
+    """Return the largest number of values that one feedback event can give.
 
-    Without a level, a part of the responses of a run counts as single turns.
+    Args:
+        level: what the values are about. With `turn`, each listed response gets its own values. With None the same may
+            be true, because it depends on whether all responses of a run are listed. Otherwise there is one target.
+        responses: number of listed responses.
+        metrics: number of named values in `parts`; 0 if there is only `value`.
     """
     targets = responses if level in (None, "turn") else 1
     return max(1, targets) * max(1, metrics)

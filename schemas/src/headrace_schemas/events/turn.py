@@ -65,7 +65,11 @@ class TokenGrammar(Model):
 
 
 def iterate_sets(stored: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Yield the set of each position. Raises `ValueError` if the sizes do not fit the array."""
+    """Yield the token ids that could be sampled at each position. Raises `ValueError` if a size exceeds the array.
+
+    Args:
+        stored: for each position the number of ids, then the ids.
+    """
     position = 0
     while position < len(stored):
         end = position + 1 + stored[position]
@@ -76,7 +80,7 @@ def iterate_sets(stored: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 def check_sets(stored: Sequence[int], token_ids: Sequence[int]) -> None:
-    """Raise `ValueError` unless there is one set per token and each set contains its token."""
+    """Raise `ValueError` unless `stored` (see `iterate_sets`) has a set for each token, which contains the token."""
     sets = list(iterate_sets(stored))
     if len(sets) != len(token_ids):
         raise ValueError(f"stored sets: {len(sets)} sets for {len(token_ids)} tokens; the numbers must be equal")

@@ -255,7 +255,12 @@ class Fleet:
         self._set(local, "ready")
 
     async def _drain(self, local: _LocalVersion, drain: object) -> None:
-        """Unload a version after gateways have learned of the change and its requests are finished."""
+        """Unload a version after gateways have learned of the change and its requests are finished.
+
+        Args:
+            local: the version.
+            drain: identity of this attempt. Nothing is unloaded if the version is needed again, or a later one began.
+        """
         await asyncio.sleep(self._limits.drain_s)
         await self._engine.drained(local.version)
         if local.draining is not drain:

@@ -228,7 +228,10 @@ Corrections = Mapping[EntryKey, str]
 
 @dataclass(frozen=True, slots=True)
 class AnswerRemarks:
-    """Turn rewards, edits and sides of preferences about the answers of one branch, in the order of its turns."""
+    """What feedback says about single answers of one branch, in the order of its turns.
+
+    An answer may have a reward of its own and a corrected text, and may be preferred or rejected.
+    """
 
     turn_rewards: tuple[TurnReward, ...] = ()
     edits: tuple[Edit, ...] = ()

@@ -101,9 +101,16 @@ def alarm_at(error: float) -> float:
 
 
 def _after(won: Sequence[float], number: int, disagreement: float, bound: float) -> tuple[float, ...]:
-    """Return the capital of each betting strategy after the bet with this number.
+    """Return the capital of each strategy after one more bet that a judge disagrees with people more than `bound`.
 
-    It is capped, so that it stays finite.
+    Args:
+        won: capital of each strategy before the bet.
+        number: number of the bet, from 1.
+        disagreement: observed disagreement, from 0 to 1.
+        bound: mean disagreement that is still allowed.
+
+    Returns:
+        The capitals, capped so that they stay finite.
     """
     begun = 1 / (number * (number + 1))
     paid = [1 + stake / bound * (disagreement - bound) for stake in _STAKES]

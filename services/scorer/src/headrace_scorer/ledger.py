@@ -68,7 +68,7 @@ class LedgerEntries:
 
     @property
     def from_feedback(self) -> dict[EntryKey, Row]:
-        """Newest row of each key that was computed from feedback."""
+        """By key: the newest row among those that were computed from feedback."""
         return dict(self._from_feedback)
 
     def next_revision(self, key: EntryKey) -> int:

@@ -266,7 +266,10 @@ class WholeLearner(ABC):
 
 @dataclass(frozen=True)
 class WholeCopy:
-    """Copy of a `WholeLearner`, whose files are in memory; see `headrace_trainer.learner.Copy`."""
+    """Copy in memory of all weights and optimizer states of a learner that is not sharded.
+
+    It is written to files while the learner goes on with its next steps.
+    """
 
     frozen: Frozen
     fingerprint: Fingerprint | None = None

@@ -157,7 +157,7 @@ class RowsRecipe(BaseModel):
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of adjacent rows, between which the agent plays."""
+        """Pairs of consecutive measurements. Between the two the agent plays and is trained."""
         return tuple(itertools.pairwise(self.at))
 
 

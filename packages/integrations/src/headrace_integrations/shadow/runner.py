@@ -160,7 +160,7 @@ class TrainingRunner:
         self._accept(self._copy_request(inputs), answer)
 
     def commit(self) -> None:
-        """Commit the sink and wait for the result. Raises `HeadraceError`."""
+        """Wait until the destination (`sink`) has stored all results so far. Raises `HeadraceError` if it fails."""
         if self._thread is None or not self._accepting:
             raise UsageError("this runner is not running; call start first")
         self._thread.result(self._sink.commit(self._client))

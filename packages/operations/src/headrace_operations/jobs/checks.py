@@ -30,7 +30,11 @@ def check(row: DataRow) -> None:
 
 
 def _check_order(messages: Sequence[Message]) -> None:
-    """Check the order of roles: system first, then user messages, each answered before the assistant answers again."""
+    """Raise `BadRow` unless the roles alternate as in a conversation.
+
+    A system message may only be the first. A message of the assistant follows one of the user or the result of a tool,
+    and the results of its tool calls come before the next message of the user. The last message is the assistant's.
+    """
     previous: Message | None = None
     for number, message in enumerate(messages, 1):
         role = "system" if message.role == "developer" else message.role

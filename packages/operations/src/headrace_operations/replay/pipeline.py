@@ -55,7 +55,9 @@ Tick = Callable[[str, int, int], None]
 
 
 def choose_cut(request: Request, report: Report, journal: Journal, merge: PartitionMerge) -> None:
-    """Choose how batches are cut and record the reason in `report`. Recorded cuts need a replay of the complete topic.
+    """Choose where a replay ends its batches: where the recorded training did, or by the present settings.
+
+    The reason is recorded in `report`. The recorded ends need a replay of the complete topic.
 
     Raises:
         UsageError: recorded cuts are required but not possible.

@@ -138,7 +138,7 @@ class HeldRecords:
         self._after = page[-1].name if page else ""
 
     async def hold(self, tx: AsyncConnection, tenant: str, record: Record, now: datetime) -> None:
-        """Store a record, unless it is already stored."""
+        """Store a refused record for a retry, unless it is already stored."""
         values = {"kind": _KIND, "payload": _pack_record(tenant, record), "attempts": 0, "due_ms": epoch_ms(now)}
         await upsert(tx, self._table, {"job_id": _name(record)}, values, update=False)
 

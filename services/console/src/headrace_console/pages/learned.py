@@ -34,7 +34,12 @@ async def learned(visit: Visit) -> Response:
 
 
 def _row(row: Row, runs: Runs) -> dict[str, object]:
-    """Return the template values of a trained revision."""
+    """Return the values of one row of the page: a revision of an experience that the version was trained on.
+
+    Args:
+        row: the stored experience and the advantage that it was trained with.
+        runs: runs of the listed sessions, for the link to the run.
+    """
     history, turns = history_of(row["history"]), unpack_numbers(row["turns"])
     entry = next(
         (

@@ -238,7 +238,14 @@ def _rounded(advantage: float) -> float:
 
 
 def _without_superseded_drops(entries: Sequence[Sequence[Any]], newest: int) -> list[Sequence[Any]]:
-    """Return the entries without drops of old revisions that were never undone: no status depends on these."""
+    """Return the history without the entries that no status depends on.
+
+    These say that an old revision of an experience was dropped, where no later entry undoes or restores the revision.
+
+    Args:
+        entries: stored history of an experience.
+        newest: number of its newest revision.
+    """
     reverted = {(entry[0], entry[3]) for entry in entries if entry[2] != _OUTCOME}
     return [
         entry

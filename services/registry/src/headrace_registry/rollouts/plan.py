@@ -220,9 +220,12 @@ class RolloutPlan(Section):
             )
 
     def loss_to_rule_out(self, share: Fraction) -> Fraction | None:
-        """Return the loss that sessions must rule out before a candidate gets `share`, as a part of the worst value.
+        """Return the drop of a metric that must be excluded by evidence before a candidate gets `share` of the traffic.
 
-        None: any loss is allowed. Share times loss is never more than `exposure_max` times the worst value.
+        It bounds the harm to all users: share times drop is at most `exposure_max`.
+
+        Returns:
+            A fraction of the largest possible drop of the metric; None if no evidence is required.
         """
         return None if share <= self.exposure_max else self.exposure_max / share
 

@@ -110,7 +110,13 @@ async def training_data(
 
 
 async def current_model_id(tx: AsyncConnection, tenant: str, source: str) -> str | None:
-    """Return the id of the reward model that is fitted for a tenant; None before the first fit."""
+    """Return the id of the reward model that is fitted for a tenant; None before the first fit.
+
+    Args:
+        tx: the transaction.
+        tenant: the tenant whose thumbs it learned from.
+        source: its name as a source of rewards, `learned:<model>`.
+    """
     model_id: str | None = await tx.scalar(select(reward_models.c.model_id).where(_of_model(tenant, source)))
     return model_id
 

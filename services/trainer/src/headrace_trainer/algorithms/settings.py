@@ -117,7 +117,7 @@ class LossSettings(Section):
 
     @property
     def needs(self) -> Needs:
-        """The needs of the loss and of the divergence from the base."""
+        """What loss and divergence from the base require, such as logprobs, groups of runs or a critic."""
         return self.function.needs | Needs(logprobs=self.kl_needs_logprobs)
 
     @property

@@ -59,7 +59,11 @@ _DETAIL_LENGTH_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Limits of trainable experiences, and functions that derive their examples."""
+    """Conditions under which an experience is trained, and the functions that make training examples of it.
+
+    The limits are numbers of token ids, tokens of a sequence, versions since sampling, and sizes of rewards and
+    advantages.
+    """
 
     vocabulary: int
     sequence_tokens: int

@@ -163,7 +163,13 @@ class SetBuilder:
         self._trial: Any = None
 
     def build(self, branch: Branch) -> TokenSets | None:
-        """Return the token sets and logit shifts of all spans of a branch; None where there are none. May take seconds.
+        """Return which tokens could be sampled at each position of a branch, and how its requests changed the logits.
+
+        May take seconds.
+
+        Returns:
+            The sets of tokens that a grammar or a truncation left, and the penalties and biases, of all sampled spans;
+            None if the model's own distribution was sampled everywhere.
 
         Raises:
             SetsUnknown: a grammar, a tokenizer or the stored sets do not fit.

@@ -68,7 +68,7 @@ class Contribution(Model):
 
 
 class Entry(Model):
-    """The window's entry of one experience.
+    """What the trainer remembers of one experience, so that later revisions of its reward can be corrected.
 
     `baseline` and `scale` convert its first and all later rewards to advantages.
     """

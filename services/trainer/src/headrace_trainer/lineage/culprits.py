@@ -172,11 +172,10 @@ def _harmless() -> Batch:
 
 
 def apply_result(prepared: PreparedBatch, result: StepResult, *, has_teacher: bool = False) -> list[TrainedExperience]:
-    """Return the records of a step's examples, with the contributions that the weights contain after it.
+    """Return a record of each example that a step trained, with the advantage that it was trained with.
 
-    A row that the loss left out counts as trained, but the weights contain nothing of it, so a correction adds all of
-    its advantage. Where a critic computed the advantage from the reward, that advantage is recorded, and the rest of
-    the reward is its baseline.
+    When its reward is revised later, a correction trains the difference to this advantage. An example that the loss
+    left out is recorded as trained with advantage 0. Where a critic computed the advantage, that one is recorded.
 
     Args:
         prepared: plan of the step.

@@ -135,7 +135,10 @@ class RankLearner:
         return version_parts.write(folder, self._ranges_of(number))
 
     def pieces(self, number: int) -> list[Piece]:
-        """Return the pieces of this rank's ranges, for a caller that fetches them by `piece`."""
+        """Return the position in a file and the size of each piece of copy `number` that this rank holds.
+
+        The caller fetches the content of each with `piece`.
+        """
         return [piece for file_range in self._ranges_of(number) for piece, _ in file_range.pieces()]
 
     def piece(self, number: int, piece: Piece) -> bytes:

@@ -86,7 +86,11 @@ class Adam:
         return self.scale_of(float(self._logarithm(means)))
 
     def scale_of(self, logarithm: float) -> float:
-        """Return the scale for a mean logarithm of the squares; -inf means that all squares are zero."""
+        """Return the typical size of a gradient, the square root of the unbiased second moments.
+
+        Args:
+            logarithm: mean logarithm of the second moments, or -inf if all are zero; then the scale is 1.
+        """
         return exp(logarithm / 2) / sqrt(1 - self._unobserved_share) if isfinite(logarithm) else 1.0
 
     @torch.no_grad()

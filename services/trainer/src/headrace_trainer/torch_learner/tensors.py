@@ -54,9 +54,10 @@ def write_optimizer(
 def _references(
     policy: Policy, optimizer: Optimizer, appraiser: Mapping[str, Tensor] | None
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-    """Return the tensors of both files, weights and optimizer.
+    """Return the tensors by name of the file of weights and of the file of optimizer states, without copying them.
 
-    They are the learner's own and change with its next step.
+    They change with the learner's next step. The second file also holds the state of the random numbers and the
+    tensors of the appraiser, such as the critic of `ppo`.
     """
     appraiser_tensors = {f"{_APPRAISER}{name}": tensor for name, tensor in (appraiser or {}).items()}
     return policy.parameters, optimizer.references() | random_state(policy) | appraiser_tensors
