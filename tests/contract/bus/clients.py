@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRecord, TopicPartition
@@ -12,6 +13,8 @@ from aiokafka.admin import AIOKafkaAdminClient, NewTopic
 from headrace.producing import client_options
 
 READ_TIMEOUT_S = 20.0
+START_MS = int(time.time() * 1000) - 3_600_000
+"""Time of the first record of a test: recent, because a round of retention may come at any moment."""
 
 
 @contextlib.asynccontextmanager

@@ -17,7 +17,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     ResourceType,
 )
 
-from tests.contract.bus.clients import eventually, everything
+from tests.contract.bus.clients import START_MS, eventually, everything
 from tests.contract.bus.conftest import CreateTopic
 
 TIMEOUT_S = 60.0
@@ -68,20 +68,20 @@ def test_produce_and_consume(bus: str, topic: str, reader: Consumer) -> None:
     for turn, compression in enumerate(("none", "gzip", "snappy", "lz4", "zstd")):
         producer = _producer(bus, compression_type=compression)
         for number in range(200 * turn, 200 * turn + 200):
-            value, timestamp = b"%d " % number + bytes(100), 1_700_000_000_000 + number
+            value, timestamp = b"%d " % number + bytes(100), START_MS + number
             producer.produce(topic, value, b"k", headers={"n": b"%d" % number}, timestamp=timestamp)
         assert producer.flush(TIMEOUT_S) == 0
     reader.subscribe([topic])
     messages = _take(reader, 1000)
     assert [message.value() for message in messages] == [b"%d " % number + bytes(100) for number in range(1000)]
     assert messages[500].headers() == [("n", b"500")]
-    assert messages[500].timestamp()[1] == 1_700_000_000_500
+    assert messages[500].timestamp()[1] == START_MS + 500
 
 
 def test_commits_positions_and_watermarks(bus: str, topic: str, reader: Consumer, unique: str) -> None:
     producer = _producer(bus)
     for number in range(10):
-        producer.produce(topic, b"%d" % number, timestamp=1_700_000_000_000 + 1000 * number)
+        producer.produce(topic, b"%d" % number, timestamp=START_MS + 1000 * number)
     assert producer.flush(TIMEOUT_S) == 0
     reader.subscribe([topic])
     third = _take(reader, 3)[2]
@@ -89,7 +89,7 @@ def test_commits_positions_and_watermarks(bus: str, topic: str, reader: Consumer
     (committed,) = reader.committed([TopicPartition(topic, 0)], TIMEOUT_S)
     assert committed.offset == 3
     assert reader.get_watermark_offsets(TopicPartition(topic, 0), TIMEOUT_S) == (0, 10)
-    (located,) = reader.offsets_for_times([TopicPartition(topic, 0, 1_700_000_004_500)], TIMEOUT_S)
+    (located,) = reader.offsets_for_times([TopicPartition(topic, 0, START_MS + 4500)], TIMEOUT_S)
     assert located.offset == 5
 
 
