@@ -29,7 +29,7 @@ from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage import base_models
 from headrace_runtime.storage.base_files import ORIGIN_FILE, find_converted
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_runtime.storage.model_folder import find_folder_problems
+from headrace_runtime.storage.model_folder import find_folder_problems, stored_tensors
 from headrace_schemas.programs import FolderLine
 from headrace_trainer.check import check
 from headrace_trainer.settings import TrainerSettings
@@ -204,6 +204,13 @@ async def test_a_tied_head_may_be_stored_or_not(damage: Damage, tmp_path: Path) 
     base = tiny_model.build(tmp_path / "base")
     damage(base)
     assert list(find_folder_problems(base)) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"1234567", b"\x02" + bytes(7) + b"[]", b"\x08" + bytes(7) + b'{"a": 1}'])
+def test_a_file_without_a_header_is_a_value_error(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(ValueError, match="its header is not valid"):
+        stored_tensors(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -72,7 +72,7 @@ def find_folder_problems(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("*.safetensors")):
         try:
             tensors |= stored_tensors(path)
-        except (OSError, ValueError, struct.error, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (OSError, ValueError) as error:
             yield f"{path.name} is not a safetensors file: {error}; copy it again"
     index = _read_json(folder / "model.safetensors.index.json")
     shards = index.get("weight_map") if isinstance(index, dict) else None
@@ -91,8 +91,15 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Parse the header of a safetensors file: eight bytes with the length of a JSON header, then the header.
 
     Raises:
-        ValueError: the header is too long, or bytes are missing.
+        ValueError: the header is not valid, or bytes are missing.
     """
+    try:
+        return _parse_tensors(path)
+    except (struct.error, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ValueError(f"its header is not valid: {error}") from None
+
+
+def _parse_tensors(path: Path) -> dict[str, StoredTensor]:
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         if length > _HEADER_BYTES_MAX:
