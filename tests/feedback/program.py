@@ -189,7 +189,7 @@ FAULTS = (
     Fault("edits that were taken back stay", _patch(feedback_entries, "_edits", _edits_stay)),
     Fault("chosen and rejected are swapped", _patch(feedback_entries, "_side", _swapped)),
     Fault("a changed edit raises no revision", _patch(scores, "_state", _reward_alone)),
-    Fault("a choice's reward is every branch's", _patch(feedback_entries, "about", _all)),
+    Fault("a choice's reward is every branch's", _patch(feedback_entries, "rewards_about_branch", _all)),
     Fault("turn rewards are forgotten", _patch(RewardPolicy, "turn_reward", lambda _self, _rewards, _turn: None)),
     Fault("a rating counts without its scale", _raw_ratings),
     Fault("a metric counts as its source", _metric_forgotten),

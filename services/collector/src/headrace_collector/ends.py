@@ -134,13 +134,14 @@ async def _replace_by_session_ends(tx: AsyncConnection, row: RowMapping) -> None
     """
     names = ["tenant", "session_key", "partition", "turns_until", "feedback_until", "reason", "before_ms", "at_ms"]
     constants = {name: literal(row[name], ends.c[name].type) for name in names if name != "session_key"}
+    waiting = select(feedback.c.event_id).where(
+        feedback.c.session_key == sessions.c.session_key, feedback.c.used_ms.is_(None)
+    )
     session_ends = select(*[constants.get(name, sessions.c.session_key) for name in names]).where(
         sessions.c.tenant == row["tenant"],
         sessions.c.partition == row["partition"],
         IS_OPEN,
-        select(feedback.c.event_id)
-        .where(feedback.c.session_key == sessions.c.session_key, feedback.c.used_ms.is_(None))
-        .exists(),
+        waiting.limit(1).scalar_subquery().is_not(None),  # with EXISTS, PostgreSQL may read all sessions to join them
         sessions.c.session_key.not_in(_ending_sessions(row)),
     )
     await tx.execute(insert(ends).from_select(names, session_ends))
