@@ -180,7 +180,7 @@ _PLANTED = 6
 Planted = Callable[[], AbstractContextManager[Any]]
 LEFT_OUT: dict[str, tuple[Planted, tuple[str, ...]]] = {
     "nobody judges a probe": (
-        lambda: mock.patch.object(fleets, "_judge", return_value=None),
+        lambda: mock.patch.object(fleets, "_check_probe", return_value=None),
         ("wrong adapter", "stale parent", "adapter not applied"),
     ),
     "nobody compares tokens": (
