@@ -215,17 +215,19 @@ def test_save_and_restore_hold_one_tensor_at_a_time(tmp_path: Path, monkeypatch:
 
 SETTINGS: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
 FAULTS = """
+# Before 2.38 glibc cannot use the place of an aligned block again while a thread's cache holds the small pieces beside
+# it (bug 14581). The cache holds seven of each size, so the last rounds count.
 import resource, sys, torch
 from headrace_trainer.torch_learner.model import devices
 if sys.argv[1] == "kept":
     assert devices.keep_memory()
 faults = []
-for _ in range(4):
+for _ in range(20):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     first, second = torch.zeros(8_000_000), torch.zeros(40_000_000)
     del first, second
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
-print(min(faults[1:]))
+print(max(faults[16:]) if sys.argv[1] == "kept" else min(faults))
 """
 
 HELD = """
@@ -285,8 +287,7 @@ def test_freed_memory_stays() -> None:
         )
         return int(process.stdout.splitlines()[-1])
 
-    # In some processes glibc maps the large tensor after all, and the next process has another layout of its memory.
-    assert any(faults("kept") < 100 for _ in range(5))
+    assert faults("kept") < 100
     assert faults("not") > 100, "else this test sees nothing"
 
 
