@@ -40,6 +40,10 @@ class Decoding:
         text: str = self._tokenizer.decode([i for i in ids if i not in self.silent], skip_special_tokens=False)
         return text
 
+    def after(self, before: Sequence[int], ids: Sequence[int]) -> str:
+        """Return the text of tokens after the tokens in `before`, on which it may depend."""
+        return self.of([*before, *ids])[len(self.of(before)) :]
+
     @cached_property
     def bytes_of(self) -> dict[int, int]:
         """Byte of each token that spells one as `<0xE2>` (SentencePiece's byte fallback)."""
@@ -119,10 +123,8 @@ class Detokenizer:
         """
         for count in range(len(self._open) - _INCOMPLETE_MAX, 0, -1):
             first, rest = self._open[:count], self._open[count:]
-            head = self._decoding.of([*self._before, *first])[len(self._decoding.of(self._before)) :]
-            context = first[-_CONTEXT:]
-            tail = self._decoding.of([*context, *rest])[len(self._decoding.of(context)) :]
-            if head + tail == text:
+            head = self._decoding.after(self._before, first)
+            if head + self._decoding.after(first[-_CONTEXT:], rest) == text:
                 self._before, self._open = [*self._before, *first][-_CONTEXT:], rest
                 return head
         return self._rest() if len(self._open) >= 4 * _OPEN_MAX else ""
@@ -135,5 +137,4 @@ class Detokenizer:
         return text
 
     def _open_text(self, more: Sequence[int]) -> str:
-        before = self._decoding.of(self._before)
-        return self._decoding.of([*self._before, *self._open, *more])[len(before) :]
+        return self._decoding.after(self._before, [*self._open, *more])
