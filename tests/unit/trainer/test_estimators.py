@@ -197,15 +197,9 @@ NEEDS = {
 }
 
 
-def read(folder: Path, text: str) -> TrainerSettings:
-    path = folder / "headrace.toml"
-    path.write_text(f'[trainer]\nbase = "x"\n{text}\n', encoding="utf-8")
-    return load("trainer", TrainerSettings, path, {})[1]
-
-
 @pytest.mark.parametrize("name", NEEDS)
 def test_each_algorithm_says_what_it_needs_and_torch_has_it(name: str, tmp_path: Path) -> None:
-    settings = read(tmp_path, f'algorithm = "{name}"\n{TEACHER}')
+    settings = settings_of(tmp_path, f'algorithm = "{name}"\n{TEACHER}')
     assert set(NEEDS[name].split()) == {need for need in settings.needs.__slots__ if getattr(settings.needs, need)}
     assert settings.needs.missing_from(OFFERED | TORCH.offers) == ()
 
@@ -215,7 +209,7 @@ def test_no_algorithm_is_left_out() -> None:
 
 
 def test_the_default_trains_rewards_alone_and_as_it_did(tmp_path: Path) -> None:
-    settings = read(tmp_path, "")
+    settings = settings_of(tmp_path, "")
     assert settings.advantage.signals.rewards_alone
     assert (settings.algorithm, settings.loss.kind, settings.loss.agg_mode) == ("reinforce++", "clipped", "token-mean")
     assert not settings.needs_base
@@ -245,7 +239,7 @@ def test_the_default_trains_rewards_alone_and_as_it_did(tmp_path: Path) -> None:
 )
 def test_what_cannot_work_stops_the_start(tmp_path: Path, lines: str, message: str) -> None:
     with pytest.raises(SettingError, match=rf"trainer\.{message}"):
-        read(tmp_path, lines)
+        settings_of(tmp_path, lines)
 
 
 def test_a_back_end_that_has_no_pairs_refuses_dpo_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +249,7 @@ def test_a_back_end_that_has_no_pairs_refuses_dpo_by_name(tmp_path: Path, monkey
     with pytest.raises(
         SettingError, match=r"trainer\.algorithm = 'dpo': .* need reference and pairs, which the back end"
     ):
-        read(tmp_path, 'algorithm = "dpo"')
+        settings_of(tmp_path, 'algorithm = "dpo"')
 
 
 @pytest.mark.parametrize("case", losses.CASES, ids=str)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from headrace_runtime.storage.model_folder import stored_tensors
+from headrace_runtime.storage.model_folder import StoredTensor, stored_tensors
 from headrace_trainer.experiences.templates import read_json
 from headrace_trainer.settings import ComputeSettings, LoraSettings, OptimizerSettings, TrainerSettings
 
@@ -71,16 +71,16 @@ class Shape:
             return None
         layers, hidden, heads, feed_forward = (int(text[name]) for name in names)
         head = int(text.get("head_dim") or hidden // heads)
-        tensors = [item for path in folder.glob("*.safetensors") for item in stored_tensors(path).items()]
+        tensors = _tensors(folder)
         adapters = sum(
             lora.rank * sum(tensor.shape)
-            for name, tensor in tensors
+            for name, tensor in tensors.items()
             if len(tensor.shape) == 2 and name.removesuffix(".weight").rpartition(".")[2] in lora.targets
         )
         return cls(
-            parameters=sum(tensor.size for _, tensor in tensors),
+            parameters=sum(tensor.size for tensor in tensors.values()),
             adapters=adapters,
-            type_bytes=max((_TYPE_BYTES.get(tensor.dtype, _FLOAT32) for _, tensor in tensors), default=_FLOAT32),
+            type_bytes=max((_TYPE_BYTES.get(tensor.dtype, _FLOAT32) for tensor in tensors.values()), default=_FLOAT32),
             layers=layers,
             hidden=hidden,
             attention=heads * head,
@@ -92,9 +92,13 @@ class Shape:
 
 def matrix_names(folder: Path) -> set[str]:
     """Return the names of the modules with a matrix in the layers of a base, such as `q_proj`, for LoRA targets."""
-    tensors = [item for path in folder.glob("*.safetensors") for item in stored_tensors(path).items()]
-    paths = [name.split(".")[:-1] for name, tensor in tensors if len(tensor.shape) == 2 and name.endswith(".weight")]
+    matrices = [name for name, tensor in _tensors(folder).items() if len(tensor.shape) == 2]
+    paths = [name.split(".")[:-1] for name in matrices if name.endswith(".weight")]
     return {path[-1] for path in paths if any(part.isdecimal() for part in path[:-1])}
+
+
+def _tensors(folder: Path) -> dict[str, StoredTensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in stored_tensors(path).items()}
 
 
 @dataclass(frozen=True, slots=True)
