@@ -26,29 +26,14 @@ benchmarks.
 """
 
 
-class KafkaNode:
-    """Broker and controller in one process. `stop` ends it; the caller owns the folder.
+class BusProcess:
+    """Process of a broker on the port `port` of this machine. Classes define `start`."""
 
-    `advertised` are ports of proxies, each of which forwards to the port of `ports` at the same index; the broker then
-    sends clients of a proxy to that proxy. With `brief`, Java compiles less and starts faster, which a benchmark must
-    not do. With `password`, clients must log in as `headrace` (SASL PLAIN).
-    """
+    port: int
 
-    def __init__(
-        self, folder: Path, advertised: Sequence[int] = (), *, brief: bool = False, password: str = ""
-    ) -> None:
-        self._compiling = _QUICK if brief else ()
-        self._password = password
-        self.ports = [free_port() for _ in advertised or (0,)]
-        self._advertised = list(advertised) or self.ports
-        self._controller_port = free_port()
+    def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._settings = folder / "server.properties"
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def port(self) -> int:
-        return self.ports[0]
 
     @property
     def address(self) -> str:
@@ -58,19 +43,6 @@ class KafkaNode:
     def pid(self) -> int:
         assert self._process is not None
         return self._process.pid
-
-    def start(self, timeout_s: float = 60.0) -> None:
-        """Start the node and wait until it listens. Raises `TimeoutError`."""
-        if not self._settings.exists():
-            self._format()
-        log = (self._folder / "kafka.log").open("ab")
-        self._process = subprocess.Popen(
-            [*self._java("-Xmx512m", *self._compiling), "kafka.Kafka", str(self._settings)],
-            stdout=log,
-            stderr=log,
-            cwd=self._folder,
-        )
-        wait_open(self.port, timeout_s)
 
     def kill(self) -> None:
         assert self._process is not None
@@ -84,6 +56,40 @@ class KafkaNode:
                 self._process.wait(20)
             except subprocess.TimeoutExpired:
                 self.kill()
+
+
+class KafkaNode(BusProcess):
+    """Broker and controller in one process. `stop` ends it; the caller owns the folder.
+
+    `advertised` are ports of proxies, each of which forwards to the port of `ports` at the same index; the broker then
+    sends clients of a proxy to that proxy. With `brief`, Java compiles less and starts faster, which a benchmark must
+    not do. With `password`, clients must log in as `headrace` (SASL PLAIN).
+    """
+
+    def __init__(
+        self, folder: Path, advertised: Sequence[int] = (), *, brief: bool = False, password: str = ""
+    ) -> None:
+        super().__init__(folder)
+        self._compiling = _QUICK if brief else ()
+        self._password = password
+        self.ports = [free_port() for _ in advertised or (0,)]
+        self.port = self.ports[0]
+        self._advertised = list(advertised) or self.ports
+        self._controller_port = free_port()
+        self._settings = folder / "server.properties"
+
+    def start(self, timeout_s: float = 60.0) -> None:
+        """Start the node and wait until it listens. Raises `TimeoutError`."""
+        if not self._settings.exists():
+            self._format()
+        log = (self._folder / "kafka.log").open("ab")
+        self._process = subprocess.Popen(
+            [*self._java("-Xmx512m", *self._compiling), "kafka.Kafka", str(self._settings)],
+            stdout=log,
+            stderr=log,
+            cwd=self._folder,
+        )
+        wait_open(self.port, timeout_s)
 
     def _format(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -135,23 +141,13 @@ def _login(password: str, listeners: Sequence[str]) -> str:
     return "\n".join([*lines, *(f"listener.name.{name.lower()}.plain.sasl.jaas.config={jaas}" for name in listeners)])
 
 
-class BrokerProcess:
+class BrokerProcess(BusProcess):
     """Broker process that can be killed (SIGKILL) and started again on the same folder and port."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
+        super().__init__(folder)
         self.port = free_port()
-        self._folder = folder
         self._settings = settings
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
 
     def start(self) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -162,16 +158,3 @@ class BrokerProcess:
             [sys.executable, "-m", "headrace_broker"], stdout=log, stderr=log, env={**os.environ, **environ}
         )
         wait_open(self.port, 60)
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.kill()

@@ -4,6 +4,9 @@ import json
 import sys
 from typing import Any
 
+PARAMETERS: Any = {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]}
+"""Arguments of the tool `search`, which each client is given in its own form."""
+
 
 def openai_chat(url: str, question: str) -> None:
     """The openai package's chat completions, streamed."""
@@ -13,7 +16,7 @@ def openai_chat(url: str, question: str) -> None:
         "type": "function",
         "function": {
             "name": "search",
-            "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+            "parameters": PARAMETERS,
         },
     }
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
@@ -37,7 +40,7 @@ def openai_responses(url: str, question: str, *options: str) -> None:
     definition: Any = {
         "type": "function",
         "name": "search",
-        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+        "parameters": PARAMETERS,
     }
     field = "".join(options)
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
@@ -67,7 +70,7 @@ def anthropic_messages(url: str, question: str) -> None:
 
     definition: Any = {
         "name": "search",
-        "input_schema": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+        "input_schema": PARAMETERS,
     }
     client = Anthropic(base_url=url, api_key="none")
     messages: list[Any] = [{"role": "user", "content": question}]
@@ -97,7 +100,7 @@ def litellm_chat(url: str, question: str, *options: str) -> None:
         "function": {
             "name": "search",
             "description": "Find mails.",
-            "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+            "parameters": PARAMETERS,
         },
     }
     base = {"openai": f"{url}/v1", "anthropic": url}[options[0]]
@@ -124,7 +127,7 @@ def litellm_responses(url: str, question: str) -> None:
         "type": "function",
         "name": "search",
         "description": "Find mails.",
-        "parameters": {"type": "object", "properties": {"query": {"type": "string"}}, "required": ["query"]},
+        "parameters": PARAMETERS,
     }
     items: list[Any] = [{"role": "user", "content": question}]
     while True:
