@@ -21,7 +21,7 @@ from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.process.event_loop import run_off_loop
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.storage.tables import upsert
+from headrace_runtime.storage.tables import portions, upsert
 from headrace_schemas import Feedback, Turn
 from headrace_schemas.values.text import printable
 
@@ -229,8 +229,8 @@ async def feedback_of_session(
         size_bytes += length_bytes
     columns = feedback.c.event_id, feedback.c.payload, feedback.c.source_offset, feedback.c.turns_until
     rows: list[Any] = []
-    for start in range(0, len(names), _EVENTS_AT_ONCE):
-        query = select(*columns).where(feedback.c.event_id.in_(names[start : start + _EVENTS_AT_ONCE]))
+    for part in portions(names, _EVENTS_AT_ONCE):
+        query = select(*columns).where(feedback.c.event_id.in_(part))
         rows += (await tx.execute(query)).all()
     return await run_off_loop(size_bytes + _FEEDBACK_COST_BYTES * len(rows), lambda: _ordered(rows, tenant))
 

@@ -17,7 +17,7 @@ from headrace_runtime.kafka.dead_letters import dead_letter
 from headrace_runtime.kafka.wire import Record
 from headrace_runtime.process.event_loop import run_off_loop
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.storage.tables import insert_new, is_one_of, upsert
+from headrace_runtime.storage.tables import insert_new, is_one_of, portions, upsert
 from headrace_schemas import DeadLetter, Feedback, Trajectory
 from headrace_schemas.values.text import printable
 from headrace_scorer.feedback_entries import Answer
@@ -156,9 +156,7 @@ async def _claim_turns(tx: AsyncConnection, trajectory: Trajectory) -> None:
     if not trajectory.turn_ids:
         return
     taking = insert_new(tx, turn_owners, ("tenant", "turn_id"))
-    ordered = sorted(trajectory.turn_ids)
-    for start in range(0, len(ordered), _TURNS_AT_ONCE):
-        some = ordered[start : start + _TURNS_AT_ONCE]
+    for some in portions(sorted(trajectory.turn_ids), _TURNS_AT_ONCE):
         names = {"tenant": trajectory.tenant, "trajectory_id": trajectory.trajectory_id}
         await tx.execute(taking, [{**names, "turn_id": turn} for turn in some])
         query = select(turn_owners.c.turn_id, turn_owners.c.trajectory_id).where(
@@ -268,9 +266,8 @@ async def load_feedback(tx: AsyncConnection, names: Iterable[str]) -> dict[str, 
     table = feedback.c
     columns = table.event_id, table.payload, table.place, table.turns_until, table.trajectories_until
     records: dict[str, PlacedFeedback] = {}
-    ordered = sorted(set(names))
-    for start in range(0, len(ordered), _EVENTS_AT_ONCE):
-        query = select(*columns).where(table.event_id.in_(ordered[start : start + _EVENTS_AT_ONCE]))
+    for part in portions(sorted(set(names)), _EVENTS_AT_ONCE):
+        query = select(*columns).where(table.event_id.in_(part))
         for name, payload, place, turns_until, trajectories_until in await tx.execute(query):
             try:
                 event = await run_off_loop(len(payload), partial(Feedback.from_stored, payload))

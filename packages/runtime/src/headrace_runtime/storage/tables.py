@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 from sqlalchemy import (
     BigInteger,
@@ -26,6 +26,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 # SQLite increments only INTEGER primary keys automatically.
 Id = BigInteger().with_variant(Integer, "sqlite")
+V = TypeVar("V")
+ROWS_AT_ONCE = 200
+"""Rows that one statement reads or writes at most, where its caller names no other number."""
 
 
 def seen(metadata: MetaData) -> Table:
@@ -145,6 +148,13 @@ AT_ONCE_MAX = 15
 """Maximum number of rows of one table that a transaction deletes, which takes a few milliseconds."""
 COUNTED_MAX = 10_000
 """Maximum count of rows for a gauge. The gauge does not exceed it."""
+
+
+def portions(values: Iterable[V], size: int = ROWS_AT_ONCE) -> Iterator[list[V]]:
+    """Split values, such as the parameters of a statement, into lists of at most `size`."""
+    everything = list(values)
+    for at in range(0, len(everything), size):
+        yield everything[at : at + size]
 
 
 async def delete_batch(

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any, TypeVar
 
 from sqlalchemy import Table
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_runtime.storage.tables import upsert_statement
+from headrace_runtime.storage.tables import portions, upsert_statement
 
 T = TypeVar("T")
-ROWS_AT_ONCE = 200
-"""Rows that one statement reads or writes at most."""
 _ITEMS_AT_ONCE = 100
 """Events or rows that are evaluated before other tasks run."""
-
-
-def parts(values: Iterable[Any], size: int = ROWS_AT_ONCE) -> Iterator[list[Any]]:
-    """Split the parameters of a query into portions."""
-    everything = list(values)
-    for at in range(0, len(everything), size):
-        yield everything[at : at + size]
 
 
 async def with_pauses(items: Iterable[T]) -> AsyncIterator[T]:
@@ -54,5 +45,5 @@ async def upsert_all(
         return
     changed = () if added else tuple(name for name in rows[0] if name not in key)
     statement = upsert_statement(tx.dialect.name, table, key, changed, added)
-    for part in parts(rows):
+    for part in portions(rows):
         await tx.execute(statement, part)

@@ -12,8 +12,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.packing import pack_numbers, unpack_numbers
-from headrace_console.read_model.portions import parts, upsert_all
-from headrace_runtime.storage.tables import is_one_of
+from headrace_console.read_model.portions import upsert_all
+from headrace_runtime.storage.tables import is_one_of, portions
 
 EDITS_MAX = 100
 """Edits of a session whose withdrawal is recognized."""
@@ -225,7 +225,7 @@ class RowSet(Generic[R]):
     async def load_keys(self, tx: AsyncConnection, keys: Collection[tuple[Any, ...]]) -> None:
         """Load the rows with these keys."""
         columns = [self._table.c[name] for name in self._key]
-        for part in parts({key for key in keys if key not in self._by_key}):
+        for part in portions({key for key in keys if key not in self._by_key}):
             condition = self._is_in(self._key[0], [key[0] for key in part])
             if len(columns) > 1:
                 condition = is_one_of(columns[0], columns[1], part)
@@ -243,7 +243,7 @@ class RowSet(Generic[R]):
             limit: largest number of rows for each `ROWS_AT_ONCE` values, or None for all.
         """
         rows: list[R] = []
-        for part in parts(set(values)):
+        for part in portions(set(values)):
             query = self._query().where(self._is_in(column, part)).limit(limit)
             rows += self._note((await tx.execute(query)).mappings())
         return rows
@@ -290,10 +290,10 @@ class RowSet(Generic[R]):
     async def write_changes(self, tx: AsyncConnection) -> None:
         """Write new and changed rows, and delete the removed ones."""
         changed = [values for row in self._by_id.values() if self._loaded.get(row.id) != (values := self._values(row))]
-        for part in parts(changed):
+        for part in portions(changed):
             await upsert_all(tx, self._table, ("id",), [self._write(values) for values in part])
-        for part in parts(self._removed):
-            await tx.execute(delete(self._table).where(self._table.c.id.in_(part)))
+        for ids in portions(self._removed):
+            await tx.execute(delete(self._table).where(self._table.c.id.in_(ids)))
 
 
 NAMES_MAX = 100_000

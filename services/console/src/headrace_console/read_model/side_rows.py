@@ -17,10 +17,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import queries, review_tables, tables
 from headrace_console.read_model.packing import pack_id
-from headrace_console.read_model.portions import parts, upsert_all, with_pauses
+from headrace_console.read_model.portions import upsert_all, with_pauses
 from headrace_console.read_model.rows import SessionRow
 from headrace_console.read_model.verdicts import Verdict, belongs_to_the_random_part
-from headrace_runtime.storage.tables import delete_batch, insert_new, is_one_of
+from headrace_runtime.storage.tables import delete_batch, insert_new, is_one_of, portions
 from headrace_schemas import DeadLetter, Event, Experience, Reward, TrainingMetrics, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class SideRows:
                 names.add(pack_id(event.source_id))
         if names:
             table = tables.refusals
-            for part in parts(names):
+            for part in portions(names):
                 rows = await tx.execute(select(table.c.name).where(table.c.name.in_(part)))
                 self._known_refusals.update(bytes(name) for name in rows.scalars())
             self.refusals = set(self._known_refusals)
@@ -114,7 +114,7 @@ class SideRows:
             if isinstance(event, Reward):
                 rewarded.add(batch.reward_target(event)[1].id)
         query = queries.rewards_query(tables.sessions.c.tenant)
-        for part in parts(rewarded):
+        for part in portions(rewarded):
             for row in (await tx.execute(query.where(tables.rewards.c.trajectory.in_(part)))).mappings():
                 self._rewards[RewardKey(*(row[name] for name in RewardKey._fields))] = dict(row)
         self._stored_rewards = set(self._rewards)
@@ -188,7 +188,7 @@ class SideRows:
     async def delete_trained(self, tx: AsyncConnection, experiences: Iterable[int]) -> None:
         """Delete the trained revisions of experiences."""
         table = tables.trained_revisions
-        for part in parts(experiences):
+        for part in portions(experiences):
             await tx.execute(delete(table).where(table.c.experience.in_(part)))
 
     async def store(self, tx: AsyncConnection) -> None:
@@ -211,10 +211,10 @@ class SideRows:
         """Write the changed rewards. Revised ones are deleted first, because PostgreSQL has no unique key for them."""
         table = tables.rewards
         key = tuple_(*(table.c[name] for name in RewardKey._fields))
-        for part in parts(self._changed_rewards & self._stored_rewards):
+        for part in portions(self._changed_rewards & self._stored_rewards):
             in_trajectories = table.c.trajectory.in_({revised.trajectory for revised in part})
             await tx.execute(delete(table).where(in_trajectories, key.in_(part)))
-        for part in parts(sorted(self._changed_rewards)):  # an index takes ordered rows with fewer bytes
+        for part in portions(sorted(self._changed_rewards)):  # an index takes ordered rows with fewer bytes
             rows = [{column.name: self._rewards[changed][column.name] for column in table.c} for changed in part]
             await tx.execute(insert(table), rows)
 

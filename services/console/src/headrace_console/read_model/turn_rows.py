@@ -10,9 +10,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.packing import join_turn, split_turn
-from headrace_console.read_model.portions import parts
 from headrace_console.read_model.queries import turns_query
 from headrace_console.read_model.rows import RowSet, SessionRow, TurnRow
+from headrace_runtime.storage.tables import portions
 
 _PAIRS_AT_ONCE = 40
 
@@ -54,13 +54,13 @@ class TurnSet(RowSet[TurnRow]):
         SQLite uses no index for pairs, so that each session is searched for each name of a portion. Small portions of
         sorted pairs keep these searches few.
         """
-        for part in parts(sorted(set(pairs)), _PAIRS_AT_ONCE):
-            sessions, names = ({pair[at] for pair in part} for at in (0, 1))
+        for part in portions(sorted(set(pairs)), _PAIRS_AT_ONCE):
+            sessions, names = {session for session, _ in part}, {name for _, name in part}
             query = self._query().where(tables.turns.c.session.in_(sessions), tables.is_named(tables.turns, names))
             self._note((await tx.execute(query)).mappings())
 
     async def _load_foreign(self, tx: AsyncConnection, names: Iterable[bytes]) -> None:
-        for part in parts(set(names)):
+        for part in portions(set(names)):
             query = self._query().where(tables.IS_FOREIGN, tables.turns.c.name.in_(part))
             self._note((await tx.execute(query)).mappings())
 
