@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -62,7 +62,11 @@ class ServiceCheck:
 
 
 def check_services(
-    services: Mapping[str, ServiceInfo], environ: Mapping[str, str], *, bus: bool
+    services: Mapping[str, ServiceInfo],
+    environ: Mapping[str, str],
+    *,
+    bus: bool,
+    on_checked: Callable[[], None] = lambda: None,
 ) -> dict[str, ServiceCheck]:
     """Let each service check its settings and dependencies as at its start. Return the results by service.
 
@@ -70,9 +74,10 @@ def check_services(
         services: the services to check.
         environ: environment variables of the check.
         bus: whether one of the services also checks the bus.
+        on_checked: called after the check of each service, from another thread.
     """
     arguments = {name: "--check-bus" if bus and name == min(services) else "--check" for name in services}
-    results = _run_all(services, arguments, environ=environ, timeout_s=_CHECK_TIMEOUT_S)
+    results = _run_all(services, arguments, environ=environ, timeout_s=_CHECK_TIMEOUT_S, on_finished=on_checked)
     return {
         name: ServiceCheck(_problems(name, result), [] if result.returncode else result.stdout.splitlines())
         for name, result in results.items()
@@ -178,11 +183,14 @@ def _run_all(
     *,
     environ: Mapping[str, str] | None = None,
     timeout_s: float = _TIMEOUT_S,
+    on_finished: Callable[[], None] = lambda: None,
 ) -> dict[str, subprocess.CompletedProcess[str]]:
     with ThreadPoolExecutor(max_workers=4) as pool:
         futures = {
             name: pool.submit(_run, info.module, arguments[name], environ, timeout_s) for name, info in services.items()
         }
+        for future in futures.values():
+            future.add_done_callback(lambda _: on_finished())
     return {name: future.result() for name, future in futures.items()}
 
 

@@ -199,8 +199,8 @@ def describe(folder: Path, settings: TrainerSettings) -> Iterator[str]:
     tokens = pack_tokens(shape, settings.compute, settings.lora, on_cpu=True)
     yield (
         f"memory: about {sizes.trainer_bytes / GB:.1f} GB for the trainer, at {tokens:,} tokens a pass on a CPU; about "
-        f"{sizes.replica_bytes / GB:.1f} GB for a replica with three versions, and {sizes.loading_bytes / GB:.1f} GB "
-        "while it loads the first one"
+        f"{sizes.replica_bytes / GB:.1f} GB for a replica with three versions, without keys and values "
+        f"(inference.torch.kv_mib_max), and {sizes.loading_bytes / GB:.1f} GB while it loads the first one"
     )
     yield (
         f"disk: {sizes.version_bytes / GB:.2f} GB for each version, {sizes.restore_point_bytes / GB:.2f} GB for each "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace_cli.commands.shared import Commands, command, console, echo, service_names, table
+from headrace_cli.terminal import ProgressDisplay
 
 if TYPE_CHECKING:
     from headrace.errors import UsageError
@@ -36,8 +37,9 @@ def check(file: Annotated[Path, typer.Argument(help="Settings file (TOML).")]) -
     overrides = Overrides(file, {}, os.environ)
     left_out = {name: reason for name, info in services.items() if (reason := exclusion_reason(name, info, overrides))}
     chosen = {name: info for name, info in services.items() if name not in left_out}
-    with console().status("checking the services"):
-        checks = check_services(chosen, overrides.environ, bus=not any(info.is_bus for info in chosen.values()))
+    bus = not any(info.is_bus for info in chosen.values())
+    with ProgressDisplay("checking", len(chosen), unit="services", estimate=False) as progress:
+        checks = check_services(chosen, overrides.environ, bus=bus, on_checked=progress.advance)
     problems = _merge_shared_problems({name: result.problems for name, result in checks.items()})
     problems |= {"ports": _port_problems(file, chosen)}
     notes = {name: "".join(f"\n{escape(note)}" for note in result.notes) for name, result in checks.items()}
