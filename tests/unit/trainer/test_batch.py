@@ -20,7 +20,7 @@ from headrace_schemas import Branch, Span
 from headrace_schemas.programs import BATCH_HEADER
 from headrace_trainer.algorithms.presets import Signals
 from headrace_trainer.batches.batch import Batch, Row, pack
-from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, marks_of
+from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cutter, recorded_sizes_of
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.settings import MemorySettings
@@ -240,8 +240,10 @@ def test_what_is_too_old_is_dropped_once_there_is_a_new_version(make: Make) -> N
 
 
 @pytest.mark.parametrize(
-    ("values", "marks"), [([], ()), ([b"3"], (3,)), ([b"3", b"12"], (3, 12)), ([b"", None, b"x", b"-1"], ())]
+    ("values", "recorded_sizes"), [([], ()), ([b"3"], (3,)), ([b"3", b"12"], (3, 12)), ([b"", None, b"x", b"-1"], ())]
 )
-def test_marks_are_what_the_headers_say(values: list[bytes | None], marks: tuple[int, ...]) -> None:
+def test_recorded_sizes_of_returns_the_numbers_in_the_headers(
+    values: list[bytes | None], recorded_sizes: tuple[int, ...]
+) -> None:
     headers = (("other", b"9"), *((BATCH_HEADER, value) for value in values))
-    assert marks_of(Record("copy", 0, 0, None, b"", headers=headers)) == marks
+    assert recorded_sizes_of(Record("copy", 0, 0, None, b"", headers=headers)) == recorded_sizes

@@ -312,7 +312,7 @@ def test_the_gain_of_gradients_is_known_before_their_step(base: Path) -> None:
                 parameter.grad = (
                     None if "norm" in name and seed == 0 else torch.randn(parameter.shape, generator=generator)
                 )
-            warmth, debt = optimizer._warmup_factor, optimizer._adam.gain(weight)
+            warmth, debt = optimizer._warmup_factor, optimizer._adam.gradient_gain(weight)
             norm, _ = optimizer.take(weight)
             assert norm is not None
             expected = min(1.0, 0.5 / (norm + 1e-6)) * warmth * debt / optimizer._adam.scale

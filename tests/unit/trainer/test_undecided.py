@@ -146,7 +146,7 @@ def test_it_ends_with_the_last_run_that_it_is_given(tmp_path: Path, make: Make, 
 def test_where_nothing_more_comes_it_is_refused(tmp_path: Path, make: Make, base: Path) -> None:
     lineage = begun(World(tmp_path), make, base, 10)
     seen = []
-    while items := lineage.next_batch(over=True):
+    while items := lineage.next_batch(at_end=True):
         lineage.step(items, GOING_ON)
         seen.append(len(items))
     assert seen == [BATCH, 10, 10], "all that there is, and once more when nothing was added to it"

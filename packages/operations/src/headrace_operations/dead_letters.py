@@ -78,8 +78,8 @@ class Selection:
     to_offset: int | None = None
 
     @property
-    def chooses(self) -> bool:
-        """Whether any field but the state is set."""
+    def has_conditions(self) -> bool:
+        """Whether there is a condition besides that on the states of letters."""
         return any(
             value not in ((), None)
             for value in (self.ids, self.reasons, self.topics, self.services, self.since, self.until, self.partitions,

@@ -23,7 +23,7 @@ class TokenTexts:
     """The bytes of each token of a tokenizer."""
 
     def __init__(self, content: bytes) -> None:
-        """Read a `tokenizer.json`. Raises `ValueError` for content that is none."""
+        """Read a `tokenizer.json`. Raises `ValueError` if `content` is not a valid one."""
         try:
             tokenizer = json.loads(content)
             self._pieces = _vocabulary(tokenizer["model"]["vocab"])

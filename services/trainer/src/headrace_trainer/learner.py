@@ -220,10 +220,12 @@ class Learner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """Contents of the two files of a copy (`headrace_trainer.learner.Copy`)."""
+    """State of a learner as bytes, which `WholeLearner.thaw` restores."""
 
     weights: bytes | bytearray
+    """Content of the file `WEIGHTS` of a `Copy`."""
     optimizer: bytes | bytearray
+    """Content of the file `OPTIMIZER` of a `Copy`."""
 
 
 class WholeLearner(ABC):

@@ -54,15 +54,15 @@ async def run(common: Common, settings: TrainerSettings) -> None:
     """Run the filter on standard input and output."""
     lines = Lines()
     dry_run = DryRun(settings, BlobStore.open(common))
-    marks: list[int] = []
+    recorded_sizes: list[int] = []
     async for word, value in lines.read():
         if word == "recorded":
             dry_run.expect(RecordedBatch.model_validate_json(value))
         elif word == "batch":
-            marks.append(int(value))
+            recorded_sizes.append(int(value))
         else:
-            dry_run.add(Experience.from_json(value), marks)
-            marks = []
+            dry_run.add(Experience.from_json(value), recorded_sizes)
+            recorded_sizes = []
     lines.write("dry_run", dry_run.end().model_dump_json().encode())
     lines.flush()
 
@@ -96,15 +96,15 @@ class DryRun:
         """Record the next batch of the original lineage and its outcome, as a fact that only weights decide."""
         self._recorded.append(batch)
 
-    def add(self, experience: Experience, marks: Sequence[int] = ()) -> None:
-        """Admit an experience. `marks` are the sizes of the batches that the original training cut after it."""
+    def add(self, experience: Experience, recorded_sizes: Sequence[int] = ()) -> None:
+        """Admit an experience. `recorded_sizes` are those of the batches that the original training cut after it."""
         if experience.model != self._settings.model:
             self._ignored["other_models"] += 1
         elif self._state.admit(self._with_branch(experience), (0, self._offset), _START).action == "ignore":
             self._ignored["duplicates"] += 1
         self._offset += 1
-        for mark in marks or (None,):
-            self._act(BEGINNING_OF_TIME, mark)
+        for recorded_size in recorded_sizes or (None,):
+            self._act(BEGINNING_OF_TIME, recorded_size)
 
     def _with_branch(self, experience: Experience) -> Experience:
         """Return the experience with its branch, which a withdrawal may lack.
@@ -137,10 +137,10 @@ class DryRun:
             }
         )
 
-    def _act(self, now: datetime, mark: int | None = None) -> bool:
+    def _act(self, now: datetime, recorded_size: int | None = None) -> bool:
         if self._finished:
             return False
-        items = self._cutter.next(self._state, now, mark)
+        items = self._cutter.next(self._state, now, recorded_size)
         if items:
             self._step(items)
         self._count()

@@ -73,7 +73,7 @@ class ShortTraining:
 
     def end(self) -> ShortRun:
         """Train the remaining experiences and return the result."""
-        while self._act(over=True):
+        while self._act(at_end=True):
             pass
         lineage = self._lineage
         stopped = lineage.health.stopped
@@ -90,10 +90,10 @@ class ShortTraining:
             stopped=stopped.reason if stopped else None,
         )
 
-    def _act(self, *, over: bool = False) -> bool:
+    def _act(self, *, at_end: bool = False) -> bool:
         if self._lineage.is_finished():
             return False
-        items = self._lineage.next_batch(over=over)
+        items = self._lineage.next_batch(at_end=at_end)
         if items:
             try:
                 self._lineage.step(items, self._stop)

@@ -23,7 +23,7 @@ from headrace_runtime.storage import disk
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.stream.pausing import DeadLetterLimiter
 from headrace_schemas import Checkpoint, Event, Experience, ModelEvent
-from headrace_trainer.batches.cutting import left_out_of, marks_of
+from headrace_trainer.batches.cutting import left_out_of, recorded_sizes_of
 from headrace_trainer.experiences.admission import learned_signals
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import WaitingExperience
@@ -178,10 +178,9 @@ class Trainer:
                     break
                 await self._receive(record, lineage, reporter)
                 lineage.recorded_left_out = left_out_of(record)
-                for mark in marks_of(record) or (None,):
-                    await self._step_and_save(
-                        lineage, reporter, mark
-                    )  # after each record, however many records came in one poll
+                # After each record, however many records one poll returned.
+                for recorded_size in recorded_sizes_of(record) or (None,):
+                    await self._step_and_save(lineage, reporter, recorded_size)
             await self._step_and_save(lineage, reporter)
             if self._settings.until_end and not lineage.is_finished() and await self._retry(self._source.at_end):
                 await self._finish(lineage, reporter)
@@ -193,7 +192,7 @@ class Trainer:
 
     async def _finish(self, lineage: Lineage, reporter: Reporter) -> None:
         """Train the waiting experiences that make batches, and report all outcomes. Raises `TrainingStopped`."""
-        while await self._step(lineage, reporter, lineage.next_batch(over=True)):
+        while await self._step(lineage, reporter, lineage.next_batch(at_end=True)):
             if lineage.is_save_due(0.0):
                 await self._save(lineage, reporter, publish=lineage.is_version_due)
         if lineage.state.outcomes or lineage.state.read:
@@ -230,7 +229,7 @@ class Trainer:
         await self._save(lineage, reporter, publish=False)
         reporter.report_stop(reason, lineage.state)
 
-    async def _step_and_save(self, lineage: Lineage, reporter: Reporter, mark: int | None = None) -> None:
+    async def _step_and_save(self, lineage: Lineage, reporter: Reporter, recorded_size: int | None = None) -> None:
         """Take a step and save, if it is time. Undone and restored outcomes are saved and announced first."""
         if self._saving is not None and self._saving[1].done():
             await self._finish_save(lineage, reporter)
@@ -243,7 +242,7 @@ class Trainer:
         if resumed:
             reporter.report_stop(None, lineage.state)
         self._end_if_stopped(lineage)
-        await self._step(lineage, reporter, lineage.next_batch(mark))
+        await self._step(lineage, reporter, lineage.next_batch(recorded_size))
         if lineage.is_save_due(self._clock.monotonic_s() - self._saved_at_s):
             await self._save(lineage, reporter, publish=lineage.is_version_due)
 

@@ -158,7 +158,11 @@ class ToolSet:
             self._offered[offered.chat_name] = offered
 
     def _check_grammar(self, tool: CustomTool, context: RequestContext) -> None:
-        """Report a grammar that replicas do not hold a call to. Raises `ApiError` where hints are refused."""
+        """Record a tool's grammar as ignored if replicas do not enforce it for a call of the tool.
+
+        Raises:
+            ApiError: 400, as `RequestContext.ignore`.
+        """
         try:
             pattern = pattern_of(tool.format)
         except NotRegularError as error:

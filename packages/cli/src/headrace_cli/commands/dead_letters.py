@@ -96,7 +96,7 @@ class DecisionFilter(LetterFilter):
         from headrace.errors import UsageError
 
         selection = self.selection(() if self.again else ("open",), ids)
-        if selection.chooses == self.everything:
+        if selection.has_conditions == self.everything:
             raise UsageError(
                 "select letters by id or by a condition such as --reason, or all of them with --all, not both"
             )

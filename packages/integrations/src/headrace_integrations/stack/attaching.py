@@ -106,12 +106,12 @@ def stack_for(
     data_dir: str | Path | None = None,
     private: Mapping[str, object] | None = None,
 ) -> Iterator[Stack]:
-    """Yield the entered stack, or else a private stack that ends with the body.
+    """Yield the stack of the enclosing `with attach(...)`; without one, start a private stack for this `with` block.
 
-    The settings of an entered stack must agree with `base`, `settings` and `data_dir`.
+    The settings of an enclosing stack must agree with `base`, `settings` and `data_dir`.
 
     Args:
-        private: further settings for a private stack. They are not compared with an entered stack.
+        private: further settings for a private stack. They are not compared with those of an enclosing stack.
     """
     entered = ENTERED.get()
     if entered is not None:

@@ -168,7 +168,7 @@ async def trace_version(topics: Reader, version: str, *, everything: bool, after
 
 
 async def revisions_of(topics: Reader, version: str) -> set[RevisionKey]:
-    """Return all revisions that the weights of a version contain.
+    """Return the revisions of experiences whose training is contained in the weights of a version.
 
     Raises:
         UsageError: no trainer has reported the version.

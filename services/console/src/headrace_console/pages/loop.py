@@ -79,7 +79,7 @@ async def _counts(visit: Visit) -> Counts | None:
 
 
 async def flow(visit: Visit) -> Response:
-    """Show why nothing is trained, and the numbers of each stage."""
+    """Show the page "Why": how much reaches each stage of the loop, and the cause if nothing is trained."""
     visit.parameters()
     facts, problem = await _facts(visit)
     cause = find_cause(facts)

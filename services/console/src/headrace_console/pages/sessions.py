@@ -240,12 +240,12 @@ def _session(row: queries.Row, texts: dict[int, str]) -> dict[str, object]:
         "reward": row["reward"],
         "thumb": thumb,
         "status": ", ".join(statuses),
-        "flags": ", ".join(_mark(name) for name, bit in tables.FLAGS.items() if row["flags"] & bit),
+        "flags": ", ".join(_flag_label(name) for name, bit in tables.FLAGS.items() if row["flags"] & bit),
     }
 
 
-def _mark(flag: str) -> str:
-    """Return the words of a flag. An outcome names the reward sources that it is of."""
+def _flag_label(flag: str) -> str:
+    """Return the label of a flag. A flag for an outcome of a reward source begins with "reward source: "."""
     words = "evaluation" if flag == "eval" else flag.replace("_", " ")
     return f"reward source: {words}" if flag in CHOICES["outcome"] else words
 

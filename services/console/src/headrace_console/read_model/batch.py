@@ -105,7 +105,7 @@ class Batch:
         self._effects = EventEffects(self, names, titles=titles)
 
     def session_of(self, event: Turn | Trajectory | Experience | Reward | Feedback) -> SessionRow:
-        """Return the session of an event, a stub if it was not read before. The session counts as read today."""
+        """Return the session of an event, a stub if no event of it was read before. Its `read_day` becomes today."""
         return self._session(event.session_key, self._names.number(event.tenant))
 
     def home_of(self, turn_id: str, session: SessionRow) -> SessionRow:

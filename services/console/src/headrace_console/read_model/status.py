@@ -238,9 +238,9 @@ def _rounded(advantage: float) -> float:
 
 
 def _without_superseded_drops(entries: Sequence[Sequence[Any]], newest: int) -> list[Sequence[Any]]:
-    """Return the history without the entries that no status depends on.
+    """Return the history of an experience without the drops of old revisions, on which no status depends.
 
-    These say that an old revision of an experience was dropped, where no later entry undoes or restores the revision.
+    The drop of a revision that was undone or restored stays.
 
     Args:
         entries: stored history of an experience.

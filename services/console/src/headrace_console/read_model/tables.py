@@ -89,7 +89,7 @@ class OftenEqual(TypeDecorator[Any]):
         return self.kind()
 
     def process_bind_param(self, value: Any, dialect: Any) -> Any:
-        """Leave the most frequent value out."""
+        """Return NULL for the most frequent value if the database is PostgreSQL."""
         return None if value == self.frequent and dialect.name == "postgresql" else value
 
     def process_result_value(self, value: Any, dialect: Any) -> Any:

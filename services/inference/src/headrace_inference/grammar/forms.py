@@ -121,7 +121,7 @@ class _Writer:
             raise Refused(400, "unsupported_value", message, field)
         names = [f"call_{number}" for number in range(len(tools))]
         for number, (name, tool) in enumerate(zip(names, tools, strict=True)):
-            before, after = (self._text(part) for part in form(tool.function.name))
+            before, after = (self._expression(part) for part in form(tool.function.name))
             self.rule(name, f"{before} arguments_{number} {after}")
             self.rule(
                 f"arguments_{number}", f"%json {_json(_arguments(number, tool), lenient=not tool.function.strict)}"
@@ -160,10 +160,13 @@ class _Writer:
         else:
             self.rule("thought", "until_closed SPACE?")
             self.rule("until_closed[lazy]", f"/(?s:.*){_escaped(reasoning.closing)}/")
-        self.rule("start", "thought answer" if opened else f"({self._text(reasoning.opening)} thought)? answer")
+        self.rule("start", "thought answer" if opened else f"({self._expression(reasoning.opening)} thought)? answer")
 
-    def _text(self, text: str) -> str:
-        """Return the expression for `text`, with tags that are special tokens as tokens, and optional newlines."""
+    def _expression(self, text: str) -> str:
+        """Return the grammar expression that matches `text`.
+
+        Tags that are special tokens match as tokens, and each newline of `text` may be missing.
+        """
         return " ".join(self._pieces(text))
 
     def _pieces(self, text: str) -> Iterator[str]:

@@ -17,7 +17,10 @@ from headrace_runtime.grammars.vocabulary import VocabularyUnreadable, allow_sto
 
 
 class HeadraceBackend(GuidanceBackend):  # type: ignore[misc]
-    """vLLM's back end `guidance` with the vocabulary of `headrace_runtime.grammars`, so that masks are equal."""
+    """vLLM's back end `guidance` with the vocabulary of `headrace_runtime.grammars`.
+
+    The trainer uses the same vocabulary, so its masks are equal to those of this back end.
+    """
 
     @staticmethod
     def _build_ll_tokenizer(tokenizer: Any, vocab_size: int) -> Any:

@@ -302,18 +302,22 @@ def due_units(units: Iterable[Unit], now: datetime, age_s: float) -> list[Unit]:
 def read_unit(
     unit: Unit, sessions: Sequence[SessionRecord], metrics: Mapping[str, Metric], age_s: float
 ) -> UnitReading:
-    """Compute the reading of a unit from the events that were known at an age.
+    """Compute the metric values of a unit from the events that were known when the unit had an age.
 
     Args:
         sessions: the unit's sessions; of a user, each metric is the mean over those that did not abstain.
-        age_s: the age, in seconds after the begin of the unit's first session.
+        age_s: the age of the unit, in seconds after the begin of its first session.
     """
     time = unit.enrolled + timedelta(seconds=age_s)
     return measure_unit(unit, [session.as_of(time) for session in sessions], metrics)
 
 
 def measure_unit(unit: Unit, sessions: Sequence[SessionRecord], metrics: Mapping[str, Metric]) -> UnitReading:
-    """Compute the metric values of a unit from its sessions, as they were known at the age of the reading."""
+    """Compute the metric values of a unit.
+
+    Args:
+        sessions: the unit's sessions, with the events alone that were known when the unit is read.
+    """
     values = {}
     for name, metric in metrics.items():
         metric_values = [value for value in map(metric.compute, sessions) if value is not None]

@@ -125,8 +125,16 @@ async def _stored_bytes(tx: AsyncConnection, member: Membership) -> int:
 async def due_units(
     tx: AsyncConnection, rollout: RolloutRecord, readings_done: int, age_ms: int, limit: int
 ) -> tuple[list[DueUnit], bool]:
-    """Return the units that have reached an age and had exactly `readings_done` readings, in the order of reading, and
-    whether there may be more of them: at most `limit` are read at once, and fewer if they are large."""
+    """Return the units whose metrics are to be read at an age, in the order of reading.
+
+    Args:
+        readings_done: number of readings at earlier ages, which all of these units have had.
+        age_ms: the age that the units have reached.
+        limit: largest number of units that are returned at once. Large units are returned in smaller numbers.
+
+    Returns:
+        The units, and whether there may be more of them.
+    """
     query = (
         select(UNITS)
         .where(

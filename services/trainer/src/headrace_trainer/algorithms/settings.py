@@ -60,7 +60,7 @@ class AdvantageSettings(Section):
 
     @property
     def signals(self) -> Signals:
-        """The signals of an experience that are trained."""
+        """Parts of an experience that the algorithm trains, such as its reward or its edits."""
         signals = self.estimator.signals
         return replace(signals, written=True, edits=True) if self.demonstrations else signals
 

@@ -48,14 +48,15 @@ class Cutter:
         self._swept: tuple[str, int] | None = None
 
     def next(
-        self, state: LineageState, now: datetime, mark: int | None = None, undecided: int = 0
+        self, state: LineageState, now: datetime, recorded_size: int | None = None, undecided: int = 0
     ) -> tuple[WaitingExperience, ...]:
-        """Return the batch to train now, empty when it is not time.
+        """Return the batch to train now, empty if no batch is complete.
 
         Experiences that have become too old (P5), and runs whose group did not come in time, are dropped.
 
         Args:
-            mark: in a replay, the size of the batch that the original cut after the record just read; None otherwise.
+            recorded_size: in a replay, the size of the batch that the original cut after the record just read; None
+                otherwise.
             undecided: size of a batch that was refused because it was too small. The next batch has at least twice as
                 many experiences, or all that there are at the end.
         """
@@ -63,9 +64,9 @@ class Cutter:
         if self._swept != head:
             state.sweep()
             self._swept = head
-        if undecided and (mark is not None or now == END_OF_TIME):
-            mark = undecided + (mark or 0)
-        selection = self._select(state, now, mark, self._rules_for(now, undecided))
+        if undecided and (recorded_size is not None or now == END_OF_TIME):
+            recorded_size = undecided + (recorded_size or 0)
+        selection = self._select(state, now, recorded_size, self._rules_for(now, undecided))
         for item in selection.singletons:
             state.drop(item, "singleton")
         for item in selection.equal:
@@ -81,10 +82,10 @@ class Cutter:
         experiences_min = self._rules.experiences_min if now == END_OF_TIME else experiences
         return replace(self._rules, experiences=experiences, experiences_min=experiences_min)
 
-    def _select(self, state: LineageState, now: datetime, mark: int | None, rules: BatchRules) -> Selection:
+    def _select(self, state: LineageState, now: datetime, recorded_size: int | None, rules: BatchRules) -> Selection:
         full = state.room == 0
-        if self._recorded and mark is not None:
-            return self._select_recorded(state, mark)
+        if self._recorded and recorded_size is not None:
+            return self._select_recorded(state, recorded_size)
         if self._recorded and not full:
             return Selection()  # also at the end: the original had the same experiences waiting there
         selection = self._select_by_rules(state, rules, now, full)
@@ -98,16 +99,16 @@ class Cutter:
         begun = datetime.fromtimestamp(since_ms[(len(since_ms) - 1) // 2] / 1000, UTC)
         return begun + (self._pair_wait if self._paired else self._rules.group_wait)
 
-    def _select_recorded(self, state: LineageState, mark: int) -> Selection:
-        """Return the first `mark` experiences that were ready in the original of a replay.
+    def _select_recorded(self, state: LineageState, recorded_size: int) -> Selection:
+        """Return the first `recorded_size` experiences that were ready in the original of a replay.
 
         Groups that the original cut by time are not known, so all groups count as late if too few are complete.
         """
-        rules = replace(self._rules, experiences=mark)
+        rules = replace(self._rules, experiences=recorded_size)
         ready = self._select_by_rules(state, rules, BEGINNING_OF_TIME, True).batch
-        if len(ready) < mark:
+        if len(ready) < recorded_size:
             ready = self._select_by_rules(state, rules, END_OF_TIME, True).batch
-        return Selection(ready[:mark])
+        return Selection(ready[:recorded_size])
 
     def _select_by_rules(self, state: LineageState, rules: BatchRules, now: datetime, full: bool) -> Selection:
         if not self._paired:
@@ -134,7 +135,7 @@ def left_out_of(record: Record) -> frozenset[str]:
     )
 
 
-def marks_of(record: Record) -> tuple[int, ...]:
+def recorded_sizes_of(record: Record) -> tuple[int, ...]:
     """Return the sizes of the batches that the original lineage cut after this record, in order."""
     values = [value for name, value in record.headers if name == BATCH_HEADER]
     return tuple(int(value) for value in values if value and value.isdigit())

@@ -74,7 +74,7 @@ class TokenSets:
         )
 
     def digest(self) -> bytes:
-        """Return the SHA-256 of all positions, sets and shifts."""
+        """Return a SHA-256 of the token set of each position, and of the logit shifts of each span."""
         digest = hashlib.sha256(self.positions_P.astype("<i4").tobytes())
         digest_of: dict[int, bytes] = {}
         for each in self.sets:

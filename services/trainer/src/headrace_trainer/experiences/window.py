@@ -29,15 +29,17 @@ REVISIONS_MAX = 64
 
 
 class ContributionDetail(Model):
-    """Example that a contribution trained, where it was not a whole branch with one advantage."""
+    """Part of an experience that a contribution trained: one answer, or a branch with an advantage for each span."""
 
     part: str = ""
+    """Name of the part within the experience; empty for its branch."""
     turn_id: str = ""
+    """With `choice`: the answer that was trained."""
     choice: int = 0
-    """Choice of the answer that the example is about."""
     tokens: TokenIds = ()
     """Tokens that replaced that answer: a withdrawn edit is stored nowhere else."""
     turns: tuple[Finite, ...] = ()
+    """The advantage of each span of the branch."""
     terms: Annotated[tuple[Finite, Finite] | None, Field(exclude_if=lambda terms: terms is None)] = None
     """Baseline and scale by which an answer with a graded reply was compared."""
 

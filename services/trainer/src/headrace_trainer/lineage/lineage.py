@@ -128,20 +128,20 @@ class Lineage:
         """Return whether the lineage has taken all its steps. Each step may change the result."""
         return self._settings.max_steps is not None and self.state.steps >= self._settings.max_steps
 
-    def next_batch(self, mark: int | None = None, *, over: bool = False) -> tuple[WaitingExperience, ...]:
-        """Return the batch to train now, empty when it is not time or training is stopped; see `Cutter.next`.
+    def next_batch(self, recorded_size: int | None = None, *, at_end: bool = False) -> tuple[WaitingExperience, ...]:
+        """Return the batch to train now, empty if no batch is complete or training is stopped; see `Cutter.next`.
 
         Args:
-            mark: in a replay, the size of the batch that the original cut after the record just read.
-            over: whether no more experiences will come.
+            recorded_size: in a replay, the size of the batch that the original cut after the record just read.
+            at_end: whether no more experiences will come.
         """
         if self.health.stopped is not None:
             return ()
-        if over:
-            return self._cutter.next(self.state, END_OF_TIME, mark, self._undecided)
+        if at_end:
+            return self._cutter.next(self.state, END_OF_TIME, recorded_size, self._undecided)
         # A recording is complete from the start. Without waiting times no batch depends on how fast it is read.
         now = BEGINNING_OF_TIME if self._settings.until_end else self._clock.now()
-        return self._cutter.next(self.state, now, mark, self._undecided)
+        return self._cutter.next(self.state, now, recorded_size, self._undecided)
 
     def step(self, items: Sequence[WaitingExperience], stop: threading.Event) -> Mapping[str, float]:
         """Train on a batch of `next_batch`.

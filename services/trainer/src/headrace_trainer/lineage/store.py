@@ -259,7 +259,7 @@ class LineageStore:
         self._number, self._pointer = self._number + 1, pointer
 
     def _check_ownership(self) -> int:
-        """Return the pointer's number. Raise `LineageTaken` when another process owns the lineage."""
+        """Return the number of the newest pointer record. Raise `LineageTaken` when it names another owner."""
         newest = self._newest_pointer()
         if newest is None or newest[1].owner != self.owner:
             raise LineageTaken(self._takeover_message(newest[1].owner if newest else ""))

@@ -136,14 +136,22 @@ class Rank:
         return self._opened_learner.step(batch, from_base=from_base)
 
     def copy(self, number: int, base: str | None) -> CopyReport:
-        """Copy this rank's part of copy `number` into memory. It replaces that of the last copy."""
+        """Copy this rank's part of the weights and the optimizer into memory, as its part of copy `number`.
+
+        Its part of the last copy is released.
+        """
         return self._opened_learner.copy(number, base)
 
     def write_copy(self, number: int, folder: str, mark: str) -> list[Piece] | None:
-        """Write this rank's part of a copy. Like the other methods for copies, it may run during a step.
+        """Write this rank's part of copy `number` into `folder`, unless that is another folder than the trainer's.
+
+        Like the other methods for copies, it may run during a step.
+
+        Args:
+            mark: content of the file `MARK` in the trainer's folder.
 
         Returns:
-            The pieces, or None where this is not the folder with the trainer's mark, for example on another machine.
+            The pieces that were written, or None if `folder` has no such file, for example on another machine.
         """
         return self._opened_learner.write_copy(number, Path(folder)) if self.sees(folder, mark) else None
 

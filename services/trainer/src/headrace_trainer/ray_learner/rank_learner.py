@@ -41,7 +41,10 @@ _GOING_ON = threading.Event()
 
 @dataclass(frozen=True)
 class CopyReport:
-    """Report of one rank about its part of a copy. Only the first rank reports all sizes and the fingerprint."""
+    """Report of one rank about its part of a copy of weights and optimizer (`headrace_trainer.learner.Copy`).
+
+    Only the first rank reports all sizes and the fingerprint.
+    """
 
     sizes: Mapping[str, int]
     """Sizes in bytes of the files that all ranks write together; a version's are in the folder `VERSION`."""
@@ -198,9 +201,11 @@ class RankTeam:
     """Team of all ranks of the default process group (`headrace_trainer.torch_learner.step.Team`)."""
 
     def __init__(self, rank: int, ranks: int, *, sharded: bool) -> None:
-        """Create the team.
+        """Create the team for one of its ranks.
 
         Args:
+            rank: number of this rank.
+            ranks: number of all ranks.
             sharded: whether every pass needs all ranks, because each holds a shard of the weights.
         """
         self._rank = rank

@@ -49,10 +49,11 @@ class Adam:
         self.squares_clock = 0.0
         """Number of full batches whose gradients have entered the squares."""
 
-    def gain(self, weight: float) -> float:
+    def gradient_gain(self, weight: float) -> float:
         """Return the factor by which the gradient of a batch of this weight is multiplied.
 
-        It lets the debt grow to its usual size without slowing the start.
+        In the first batches a part of each gradient stays in the growing debt `unspent`. The factor is above 1 there
+        by as much, so that these batches move the weights as far as later ones.
         """
         return 1.0 + (self._unspent_momentum(self.clock + weight) - self._unspent_momentum(self.clock)) / weight
 

@@ -92,7 +92,7 @@ class Optimizer:
         clip = min(1.0, self._settings.gradient_norm_max / (norm + 1e-6))
         if clip < 1.0:
             nn.utils.clip_grads_with_norm_(self._parameters.values(), self._settings.gradient_norm_max, total)
-        gain = self._warmup_factor * self._adam.gain(weight)
+        gain = self._warmup_factor * self._adam.gradient_gain(weight)
         self._adam.observe(weight)
         if gain != 1.0:
             torch._foreach_mul_(list(gradients.values()), gain)
