@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import httpx2
 import pytest
 
-from headrace_console.read_model.batch import Batch, Fact
+from headrace_console.read_model.batch import Batch, LogEvent
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.rows import Names
 from headrace_console.sources import gateway
@@ -60,8 +60,8 @@ class Bus:
         begin = len(self.events)
         self.events += events
         async with self.stand.console.database.transaction() as tx:
-            facts = [Fact(event, 0, begin + at) for at, event in enumerate(events)]
-            await Batch(tx, Names(), titles=True, day=20_000).apply(facts)
+            log_events = [LogEvent(event, 0, begin + at) for at, event in enumerate(events)]
+            await Batch(tx, Names(), titles=True, day=20_000).apply(log_events)
 
     def verdicts(self) -> list[Feedback]:
         return [event for event in self.events if isinstance(event, Feedback) and event.source.startswith("review:")]

@@ -14,7 +14,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import Connection, select, text
 
 from headrace_console.read_model import queries, status, tables
-from headrace_console.read_model.batch import Batch, Fact
+from headrace_console.read_model.batch import Batch, LogEvent
 from headrace_console.read_model.follower import TopicFollower
 from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.reward_queries import rewards_by_source
@@ -43,14 +43,14 @@ async def read(database: Database, events: Sequence[Event], chance: random.Rando
     names, at = Names(), 0
     while at < len(events):
         size = chance.choice((1, 2, 5, 40))
-        facts = [Fact(event, 0, at + number) for number, event in enumerate(events[at : at + size])]
+        log_events = [LogEvent(event, 0, at + number) for number, event in enumerate(events[at : at + size])]
         if chance.random() < 0.2:
             async with database.transaction() as tx:
                 savepoint = await tx.begin_nested()
-                await Batch(tx, names, titles=True, day=DAY).apply(facts)
+                await Batch(tx, names, titles=True, day=DAY).apply(log_events)
                 await savepoint.rollback()
         async with database.transaction() as tx:
-            await Batch(tx, names, titles=True, day=DAY).apply(facts)
+            await Batch(tx, names, titles=True, day=DAY).apply(log_events)
         at += size
 
 
@@ -240,7 +240,7 @@ async def test_reward_is_stored_once_with_its_highest_revision(database: Databas
             revision=revision,
         )
         async with database.transaction() as tx:
-            await Batch(tx, names, titles=True, day=DAY).apply([Fact(reward, 0, at)])
+            await Batch(tx, names, titles=True, day=DAY).apply([LogEvent(reward, 0, at)])
     async with database.transaction() as tx:
         rows = (await tx.execute(select(tables.rewards.c.revision, tables.rewards.c.value))).all()
         hours = await rewards_by_source(tx, 1, 0)

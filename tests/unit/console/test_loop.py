@@ -11,7 +11,7 @@ import pytest
 from headrace_console.flow import Cause, Facts
 from headrace_console.live import Changes
 from headrace_console.pages.loop import flow_title
-from headrace_console.read_model.batch import Batch, Fact
+from headrace_console.read_model.batch import Batch, LogEvent
 from headrace_console.read_model.rows import Names
 from headrace_console.sources.services import StackReport, parse_samples, read_left_out
 from headrace_runtime.services import installed
@@ -104,7 +104,7 @@ async def test_the_why_page_explains_each_reason_of_dropped_turns(tmp_path: Path
     async with Stand(tmp_path, urls=dict.fromkeys(installed(), "http://127.0.0.1:1")) as stand:
         async with stand.console.database.transaction() as tx:
             await Batch(tx, Names(), titles=True, day=1).apply(
-                [Fact(event, 0, offset) for offset, event in enumerate(events)]
+                [LogEvent(event, 0, offset) for offset, event in enumerate(events)]
             )
         client = await stand.signed_in()
         page = (await client.get("/flow")).text

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import queries, session_list, tables
-from headrace_console.read_model.batch import Batch, Fact
+from headrace_console.read_model.batch import Batch, LogEvent
 from headrace_console.read_model.reward_queries import rewards_by_source
 from headrace_console.read_model.rows import Names
 from headrace_console.read_model.session_list import Filter, session_page
@@ -36,8 +36,8 @@ DAY = 20_000
 
 async def apply(database: Database, events: Sequence[Event], first_offset: int = 0) -> None:
     async with database.transaction() as tx:
-        facts = [Fact(event, 0, first_offset + at) for at, event in enumerate(events)]
-        await Batch(tx, Names(), titles=True, day=DAY).apply(facts)
+        log_events = [LogEvent(event, 0, first_offset + at) for at, event in enumerate(events)]
+        await Batch(tx, Names(), titles=True, day=DAY).apply(log_events)
 
 
 def reward(run: int, value: float, **more: Any) -> Reward:

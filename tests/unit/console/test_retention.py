@@ -14,7 +14,7 @@ from alembic.operations import Operations
 from sqlalchemy import Connection, func, insert, select
 
 from headrace_console.read_model import queries, queues, retention, tables
-from headrace_console.read_model.batch import Batch, Fact
+from headrace_console.read_model.batch import Batch, LogEvent
 from headrace_console.read_model.queues import QueueRules
 from headrace_console.read_model.rows import Names
 from headrace_console.users import Scope
@@ -39,9 +39,9 @@ BLOCK_S_MAX = 0.1
 
 async def apply(database: Database, events: Sequence[Event], day: int) -> None:
     for start in range(0, len(events), 50):
-        facts = [Fact(event, 0, start + at) for at, event in enumerate(events[start : start + 50])]
+        log_events = [LogEvent(event, 0, start + at) for at, event in enumerate(events[start : start + 50])]
         async with database.transaction() as tx:
-            await Batch(tx, Names(), titles=True, day=day).apply(facts)
+            await Batch(tx, Names(), titles=True, day=day).apply(log_events)
 
 
 async def delete_expired(database: Database, day: int) -> int:

@@ -10,8 +10,8 @@ from sqlalchemy import select
 
 from headrace_console.read_model import review_tables
 from headrace_console.read_model.verdicts import (
-    comes_again,
     feedback_id,
+    is_repeated_pair,
     item_id,
     verdict_of,
 )
@@ -234,7 +234,7 @@ async def test_pair_that_comes_again_has_swapped_sides_and_is_kept_apart(stand: 
         item = (await rate(rater, item, "A", number=1 + again.count(item))).headers["location"]
     names = {str(uuid.UUID(hex=path.rpartition("/")[2])) for path in again}
     repeated_names = {
-        name for path in first if comes_again(name := str(uuid.UUID(hex=path.rpartition("/")[2])), "rater")
+        name for path in first if is_repeated_pair(name := str(uuid.UUID(hex=path.rpartition("/")[2])), "rater")
     }
     assert names
     assert names <= repeated_names

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import select
 
 from headrace_console.read_model import review_tables
-from headrace_console.read_model.batch import Batch, Fact
+from headrace_console.read_model.batch import Batch, LogEvent
 from headrace_console.read_model.rows import Names
 from headrace_console.read_model.verdicts import (
     belongs_to_the_random_part,
@@ -162,8 +162,8 @@ async def test_verdicts_are_computed_again_from_the_topic(stand: Stand, bus: Bus
         stored = sorted(map(tuple, await tx.execute(select(*columns))))
     rebuilt = Database.open("again", Common(data_dir=tmp_path / "again"))
     await make_tables(rebuilt, "headrace_console")
-    facts = [Fact(event, 0, at) for at, event in enumerate(bus.events)]
-    for part in (facts[::-1], facts):
+    log_events = [LogEvent(event, 0, at) for at, event in enumerate(bus.events)]
+    for part in (log_events[::-1], log_events):
         async with rebuilt.transaction() as tx:
             await Batch(tx, Names(), titles=True, day=20_000).apply(part)
     async with rebuilt.transaction() as tx:

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 
 from headrace_console.read_model import queries, session_list
-from headrace_console.read_model.batch import Batch, Fact
+from headrace_console.read_model.batch import Batch, LogEvent
 from headrace_console.read_model.rows import Names
 from headrace_console.read_model.session_list import Filter, session_page
 from headrace_console.users import Scope
@@ -31,8 +31,8 @@ HOSTILE = "<script>alert(1)</script>\u202eevil"
 
 async def apply(stand: Stand, events: Sequence[Event], *, titles: bool = True) -> None:
     async with stand.console.database.transaction() as tx:
-        facts = [Fact(event, 0, offset) for offset, event in enumerate(events)]
-        await Batch(tx, Names(), titles=titles, day=DAY).apply(facts)
+        log_events = [LogEvent(event, 0, offset) for offset, event in enumerate(events)]
+        await Batch(tx, Names(), titles=titles, day=DAY).apply(log_events)
 
 
 def session_events() -> list[Event]:

@@ -1,1 +1,1 @@
-"""Web console: what the stack learns and why, and decisions about versions."""
+"""Web console: sessions, training, rollouts and dead letters, with forms for feedback and decisions."""

@@ -1,4 +1,4 @@
-"""Sentences about advantages: whether training made answers likelier, in which step, and whether that was undone."""
+"""Sentences about advantages: whether training made an answer likelier, in which step, and whether that was undone."""
 
 from __future__ import annotations
 
@@ -15,28 +15,30 @@ from headrace_console.read_model.status import HistoryEntry, history_of
 from headrace_console.read_model.training_queries import experiences_of_turn, steps_of
 
 Steps = Mapping[tuple[int, int], tuple[int, int, int]]
-"""Step, lineage and version (0 without one) by lineage and save."""
+"""Step, lineage and version (0 without one) by lineage and save. Lineages and versions are numbers of names."""
 
 
-class Push(NamedTuple):
-    """Training of an answer with an advantage, as one outcome of one experience reports it."""
+class AnswerUpdate(NamedTuple):
+    """Training of an answer with an advantage, according to one outcome of one experience."""
 
     turn: int
+    """Number of the answer's turn."""
     entry: HistoryEntry
+    """The outcome."""
     advantage: float
     edited: bool
-    """Whether an edit of the answer was trained and not the answer."""
+    """Whether an edit of the answer was trained instead of the answer."""
     is_undone: bool
 
 
 def direction(advantage: float | None) -> str:
-    """Return which way training pushed the probability of an answer."""
+    """Return the direction in which training changed the probability of an answer: up, down, or a word for neither."""
     if advantage is None:
         return "not reported"
     return "up" if advantage > 0 else "down" if advantage < 0 else "unchanged"
 
 
-def describe(advantage: float | None) -> str:
+def describe_advantage(advantage: float | None) -> str:
     """Return the effect of an advantage on an answer as a clause, or an empty text if it is not known."""
     if advantage is None:
         return ""
@@ -46,7 +48,7 @@ def describe(advantage: float | None) -> str:
 
 
 def is_undone(entry: HistoryEntry, history: Sequence[HistoryEntry]) -> bool:
-    """Return whether a later save reversed an outcome, and none restored it.
+    """Return whether a save reversed an outcome and no later one restored it.
 
     Args:
         entry: an outcome of `history`.
@@ -63,7 +65,7 @@ def is_undone(entry: HistoryEntry, history: Sequence[HistoryEntry]) -> bool:
 
 
 def trains_answer(entry: HistoryEntry, turns: Sequence[int], turn: int) -> bool:
-    """Return whether an outcome trained the sampled answer of a turn, and not an edit of it alone.
+    """Return whether an outcome trained the sampled answer of a turn, and not only an edit of the answer.
 
     Args:
         entry: an outcome of an experience.
@@ -76,7 +78,9 @@ def trains_answer(entry: HistoryEntry, turns: Sequence[int], turn: int) -> bool:
     return entry.advantage is not None or not entry.turns or False in edits
 
 
-def pushes(turns: Sequence[int], history: Sequence[HistoryEntry], numbers: Mapping[str, int]) -> Iterable[Push]:
+def answer_updates(
+    turns: Sequence[int], history: Sequence[HistoryEntry], numbers: Mapping[str, int]
+) -> Iterable[AnswerUpdate]:
     """Yield the advantages with which the answers of an experience were trained.
 
     Args:
@@ -93,10 +97,10 @@ def pushes(turns: Sequence[int], history: Sequence[HistoryEntry], numbers: Mappi
             left_out = {numbers.get(name) for name in entry.left_out}
             by_turn += [(turn, entry.advantage, False) for turn in turns if turn not in left_out]
         for turn, advantage, edited in by_turn:
-            yield Push(turn, entry, advantage, edited, undone)
+            yield AnswerUpdate(turn, entry, advantage, edited, undone)
 
 
-def pushes_by_turn(
+def training_sentences(
     experiences: Iterable[tuple[Sequence[int], Sequence[HistoryEntry]]],
     numbers: Mapping[str, int],
     steps: Steps,
@@ -112,30 +116,34 @@ def pushes_by_turn(
     """
     sentences: dict[int, list[str]] = defaultdict(list)
     for turns, history in experiences:
-        for push in pushes(turns, history, numbers):
-            subject = "An edit of this answer was" if push.edited else "This answer was"
-            effect = describe(push.advantage) if push.advantage else "trained with advantage 0, which changes nothing"
-            undone = "; this was undone" if push.is_undone else ""
-            where = describe_step(push.entry, steps, texts)
-            sentences[push.turn].append(f"{subject} {effect}, by {where}{undone}.")
+        for update in answer_updates(turns, history, numbers):
+            subject = "An edit of this answer was" if update.edited else "This answer was"
+            effect = (
+                describe_advantage(update.advantage)
+                if update.advantage
+                else "trained with advantage 0, which changes nothing"
+            )
+            undone = "; this was undone" if update.is_undone else ""
+            where = describe_step(update.entry, steps, texts)
+            sentences[update.turn].append(f"{subject} {effect}, by {where}{undone}.")
     return sentences
 
 
 def describe_step(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -> str:
-    """Return the step of an outcome, with the version that contains it first."""
+    """Return the step of an outcome, followed by the first version that contains the step."""
     version = first_version(entry, steps, texts)
     name = step_name(entry, steps, texts)
     return f"{name}, first in {version}" if version else f"training {name}, in no saved version yet"
 
 
 def step_name(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -> str:
-    """Return the step of an outcome and its lineage, or the step before it while no version contains it."""
+    """Return the step and the lineage of an outcome; the step before the outcome while no version contains it."""
     step, lineage, version = steps.get((entry.lineage, entry.save), (0, 0, 0))
     return f"{'' if version else 'after '}step {step} of lineage {texts.get(lineage, '')}"
 
 
 def first_version(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -> str:
-    """Return the first version that contains an outcome, or an empty text before it is saved."""
+    """Return the first version that was saved after an outcome, or an empty text if there is none yet."""
     _, _, version = steps.get((entry.lineage, entry.save), (0, 0, 0))
     return texts[version] if version else ""
 
@@ -152,12 +160,12 @@ class TurnTraining:
 
 
 async def turn_training(tx: AsyncConnection, turn: Row) -> TurnTraining:
-    """Return what training made of a turn, from at most 64 of its experiences."""
+    """Return the outcomes of training for a turn, from at most 64 of its experiences."""
     experiences = await experiences_of_turn(tx, turn)
     histories = [history_of(experience["history"]) for experience in experiences]
     steps = await steps_of(tx, {(entry.lineage, entry.save) for history in histories for entry in history})
     texts = await texts_of(tx, {number for save in steps.values() for number in save})
     turns = [unpack_numbers(experience["turns"]) for experience in experiences]
     numbers = {unpack_id(turn["name"]): turn["id"]}
-    sentences = pushes_by_turn(zip(turns, histories, strict=True), numbers, steps, texts)
+    sentences = training_sentences(zip(turns, histories, strict=True), numbers, steps, texts)
     return TurnTraining(experiences, histories, sentences.get(turn["id"], []))

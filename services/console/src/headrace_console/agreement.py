@@ -11,13 +11,13 @@ from typing import Any
 from headrace_statistics.agreement import alpha, bootstrap_interval, kappa, nominal, raw_agreement, squared
 
 COMMON_MIN = 30
-"""Items that two raters must have in common, because a coefficient of fewer says nothing."""
+"""Smallest number of items that two raters must have in common, because a coefficient of fewer is too uncertain."""
 COLUMNS_MAX = 8
-"""Raters and judges that are compared, those with the most answers first."""
+"""Largest number of raters and judges that are compared: those with the most answers."""
 COMPARED_MAX = 200
-"""Items of two sources that are compared, so that their interval takes a few hundredths of a second."""
+"""Largest number of compared items of two sources. Their bootstrap takes a few hundredths of a second."""
 Answers = Mapping[str, Mapping[str, Hashable]]
-"""Answer by column, which is a rater or a judge, by item."""
+"""The answers to each item, by column. A column is a rater or a judge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,18 +31,19 @@ class Coefficient:
 
     @property
     def has_too_few_items(self) -> bool:
-        """Whether the items are too few for a number."""
+        """Whether there are too few items to compute the coefficient."""
         return self.items < COMMON_MIN
 
 
 @dataclass(frozen=True, slots=True)
 class PairAgreement:
-    """Agreement of two columns on the items of both."""
+    """Agreement of two columns on the items that both have answered."""
 
     first: str
     second: str
     kappa: Coefficient
     raw: float | None
+    """Share of the items with equal answers, or None if there are too few items."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Agreement:
     """Agreement on the items of a queue."""
 
     columns: Mapping[str, Counter[Any]]
-    """Number of items by answer, by column."""
+    """For each column, the number of items by answer."""
     alpha: Coefficient
     """Krippendorff's alpha of all raters, without judges."""
     pairs: Sequence[PairAgreement]
@@ -62,7 +63,8 @@ def agreement_of(answers: Answers, judges: Sequence[str], *, are_scores: bool, s
     Args:
         answers: the valid answers.
         judges: the columns that are judges.
-        are_scores: whether answers are numbers, whose squared differences count. Other answers are equal or not.
+        are_scores: whether answers are numbers, which disagree by their squared difference. Other answers are only
+            compared for equality.
         seed: seed of the bootstrap.
     """
     totals: dict[str, Counter[Any]] = {}
@@ -91,7 +93,7 @@ def least_agreeing_pair(items: Collection[Mapping[str, float]], seed: int) -> Pa
         seed: seed of the bootstrap.
 
     Returns:
-        The pair, or None if every two columns have too few common items, or one and the same score for all of them.
+        The pair, or None if no two columns have enough common items and different scores among them.
     """
     totals = Counter(column for scores in items for column in scores)
     columns = sorted(column for column, _ in totals.most_common(COLUMNS_MAX))

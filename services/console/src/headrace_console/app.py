@@ -60,16 +60,16 @@ _MODULES = (
     loop, models, learned, compare_versions, rollouts, sessions, session, compare, tokens, feedback, review_form,
     agreement, review, dead_letters, rewards,
 )  # fmt: skip
-"""Modules of the pages. The first one of two pages with the same address is shown."""
+"""Modules of the pages. Of two pages that match an address, the one of the earlier module is shown."""
 _WATCH_INTERVAL_S = 2.0
-"""Seconds between readings of the services while a browser follows them."""
+"""Seconds between two readings of the services' state while a browser follows changes."""
 
 
 async def run(common: Common, settings: ConsoleSettings) -> None:
     """Run the console until cancelled."""
     console = Console(common, settings, SystemClock())
     await disk.retry_while_full(lambda: database.migrate(console.database, "headrace_console"))
-    # Pages of other origins get nothing from the console, whatever they may call elsewhere.
+    # Pages of other origins must not call the console, even if `security.origins` lets them call other services.
     security = common.security.model_copy(update={"origins": ()})
     async with web.serve(SecurityHeaders(console.app), settings, security, accepts_forms=True) as port:
         log.info("listening", port=port)
@@ -149,10 +149,10 @@ class Console:
         self.app.state.behind_tls = settings.behind_tls
 
     async def watch(self) -> None:
-        """Read the stack and announce its changes, until cancelled.
+        """Read the state of all services and announce its changes, until cancelled.
 
-        While no browser follows it, the stack is read only after reports of the trainer, so that its counters at the
-        time of the last trained experience are known.
+        While no browser follows changes, the state is read only after a report of the trainer. So the counters at the
+        time of the last trained experience are always known (`Progress`).
         """
         last_report = None
         while True:
@@ -188,7 +188,10 @@ _STATIC_TYPES = {".css": "text/css", ".js": "text/javascript", ".svg": "image/sv
 
 
 def static_route() -> Route:
-    """Return the route of the files, which are read once. A browser that has a file gets 304 as long as it is equal."""
+    """Return the route of the static files, which are read once, at the start.
+
+    A browser that sends the digest of its copy gets 304 if the file has the same digest.
+    """
     files = {path.name: path.read_bytes() for path in _STATIC_FOLDER.iterdir() if path.suffix in _STATIC_TYPES}
     tags = {name: f'"{hashlib.sha256(content).hexdigest()[:32]}"' for name, content in files.items()}
 

@@ -1,4 +1,4 @@
-"""Charts as SVG without script and style: marks with intervals, and horizontal lines."""
+"""Charts as SVG elements without scripts and inline styles: marks with intervals, and horizontal lines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,16 @@ class Line:
 
 
 def interval_chart(title: str, marks: Sequence[Mark], lines: Sequence[Line] = (), *, below: str = "") -> Markup:
-    """Return the chart as an SVG element. At most 400 marks are drawn, evenly chosen."""
+    """Return the chart as an SVG element.
+
+    At most `POINTS_MAX` marks are drawn, chosen at equal distances.
+
+    Args:
+        title: description for screen readers.
+        marks: values by ascending `x`.
+        lines: horizontal lines.
+        below: caption of the axis.
+    """
     drawn = _thin_out([mark for mark in marks if _is_finite(mark)])
     if not drawn:
         return Markup()

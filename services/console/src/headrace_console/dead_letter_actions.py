@@ -25,7 +25,7 @@ _EXPIRED = "its record has expired"
 
 @dataclass(frozen=True, slots=True)
 class PlannedLetter:
-    """A dead letter, and the problem because of which it cannot be retried, or None."""
+    """A dead letter, and the problem that prevents its retry, or None."""
 
     row: Row
     letter: DeadLetter | None = None
@@ -34,7 +34,7 @@ class PlannedLetter:
 
 
 class DeadLetterActions:
-    """Planned and executed actions on dead letters. The producer connects with the first action."""
+    """Client that plans and executes retries and discards of dead letters. Its producer connects at the first one."""
 
     def __init__(self, records: RecordReader, producer: EventProducer, blobs: BlobStore, clock: Clock) -> None:
         self._records = records
@@ -92,7 +92,7 @@ class DeadLetterActions:
             await self._decide(rows, "discarded", reason, by)
 
     async def _restore(self, letter: DeadLetter) -> Outgoing:
-        """Return the refused record as it was. A record that never was on a topic gets the key of its event."""
+        """Return the refused record. A record that never was on a topic gets the key of its event."""
         partitions = await self._producer.partitions(letter.source_topic)
         partition = letter.source_partition if letter.source_partition in partitions else None
         if letter.source_key:

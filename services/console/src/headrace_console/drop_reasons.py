@@ -27,7 +27,7 @@ DROP_REMEDIES = {
     "too_long": "the runs are longer than the trainer accepts: shorten them, or raise its limit of tokens",
 }
 ORDINARY_REASONS = frozenset({"superseded", "already_trained", "unchanged", "withdrawn"})
-"""Reasons of the trainer's drops after late feedback, which are no trouble."""
+"""Reasons for which the trainer drops experiences after late feedback. They need no remedy."""
 _MEANINGS = {
     "eval": "The call was an evaluation (purpose eval), which is never trained.",
     "dead_letter": "A service refused the record; it is among the dead letters.",

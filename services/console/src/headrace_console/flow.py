@@ -1,7 +1,8 @@
 """Diagnosis of missing training: the first cause that the observed facts show, with its remedy.
 
-`find_cause` is a pure function. Facts that stop everything come first, then causes in the order of the loop. Counters
-are compared with their values when training last advanced, so that earlier trouble is not reported again.
+`find_cause` is a pure function. Causes that stop the whole loop are checked first, then those of single services in the
+order of the loop. Counters are compared with their values when an experience was last trained, so that earlier problems
+are not reported again.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class Facts:
     untrained_s: float | None = None
     """Seconds since the number of trained experiences last rose; None if it has not risen since the console's start."""
     before: StackReport | None = None
-    """The stack when that number last rose, or when the console first read it. None if nothing was trained before."""
+    """Report with which that number last rose, or the console's first report. None if no experience was trained yet."""
     preceding: StackReport | None = None
-    """The stack as it was read before that number last rose, or None."""
+    """Report that preceded the last rise of that number, or None."""
     idle_s: float = 300.0
     """Setting `collector.idle_s`."""
     rewards: RewardRules = field(default_factory=RewardRules)
@@ -44,7 +45,7 @@ class Facts:
     def rise(self, service: str, metric: str, *, includes_training: bool = False) -> float:
         """Return the growth of a counter since `before`, or with `includes_training` since `preceding`.
 
-        A service that was started again counts from 0.
+        If the counter is lower now, its service was restarted, so the growth is the whole counter.
         """
         now, since = self.value(service, metric), (includes_training and self.preceding) or self.before
         earlier = (since.service(service).value(metric) or 0.0) if since is not None else 0.0
@@ -65,8 +66,8 @@ class Facts:
     @property
     def trains(self) -> bool:
         """Whether an experience was trained so recently that training does not count as stalled."""
-        patience_s = max(_STALLED_AFTER_S_MIN, _STALLED_AFTER_WAITS * self.batches.batch_wait_s)
-        return self.untrained_s is not None and self.untrained_s < patience_s
+        stalled_after_s = max(_STALLED_AFTER_S_MIN, _STALLED_AFTER_WAITS * self.batches.batch_wait_s)
+        return self.untrained_s is not None and self.untrained_s < stalled_after_s
 
 
 @dataclass(frozen=True, slots=True)

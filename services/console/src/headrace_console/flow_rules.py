@@ -33,7 +33,7 @@ class BatchRules(Section):
 
     @property
     def experiences_after_wait(self) -> int:
-        """Experiences with which a step is taken after `batch_wait_s`."""
+        """Number of experiences that are enough for a step once `batch_wait_s` has passed."""
         return min(self.batch_experiences_min, self.batch_experiences)
 
 
@@ -47,17 +47,17 @@ class _RegistrySection(Section):
 
 @dataclass(frozen=True, slots=True)
 class FlowRules:
-    """The settings as the pages Loop and Why use them."""
+    """Settings of the collector, the scorer, the trainer and the registry that the pages Loop and Why show."""
 
     idle_s: float
     rewards: RewardRules
     batches: BatchRules
     gate: str
-    """The rule of the gate in words."""
+    """The gate's rule as a sentence."""
 
     @classmethod
     def read(cls, common: Common) -> FlowRules:
-        """Return the rules of the settings of all services."""
+        """Return the rules that the settings of these services contain."""
         gate = common.section_of("registry", _RegistrySection).gate
         decisive = {name: value for name, value in gate.items() if name in GateRule.model_fields}
         return cls(

@@ -14,13 +14,13 @@ from headrace_schemas.http.registry_api import VersionState
 
 Z95 = 1.96
 _PLATEAU_VERSIONS_MIN = 3
-"""Versions without a higher score from which on a model that learned is said not to rise any more."""
+"""Number of versions without a higher score after which a model that has learned is reported as not rising any more."""
 REFUSED_STATES = frozenset({"rejected", "withdrawn", "skipped"})
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredVersion:
-    """A version with its audit score, as the registry measured it last."""
+    """A version with its last audit score."""
 
     version: str
     step: int
@@ -48,7 +48,7 @@ class ScoredVersion:
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """How the score of the champion differs from that of the first version, with the 95 % interval."""
+    """Verdict on the difference between the audit scores of the champion and of the first version."""
 
     verdict: Literal["learns", "worse", "unclear", "unmeasured"]
     sentence: str
@@ -67,7 +67,7 @@ class GateRule(Section):
 
 
 def describe_rule(rule: GateRule) -> str:
-    """Return the rule that decides which version takes over."""
+    """Return a sentence with the rule that decides which version becomes champion."""
     if not rule.command:
         return "Each version takes over after its probe, because no gate is set (registry.gate.command)."
     least = f", and that its score is at least {rule.minimum_score:g}" if rule.minimum_score else ""
@@ -80,7 +80,7 @@ def describe_rule(rule: GateRule) -> str:
 
 
 def describe_trial(versions: Sequence[VersionState]) -> str:
-    """Return the numbers of the last decision of the gate, or an empty text if there was none."""
+    """Return a sentence with the numbers of the gate's last decision, or an empty text if there was none."""
     decisions = [
         event
         for version in versions
@@ -94,7 +94,7 @@ def describe_trial(versions: Sequence[VersionState]) -> str:
 
 
 def describe_numbers(event: ModelEvent) -> str:
-    """Return the tasks and differences of a decision of the gate, or an empty text for another decision."""
+    """Return a clause with the tasks and differences of a decision of the gate; empty for other decisions."""
     numbers = event.statistics
     if "tasks" not in numbers or event.decision not in ("promoted", "rejected"):
         return ""
@@ -115,7 +115,7 @@ def describe_numbers(event: ModelEvent) -> str:
 
 
 def scored_versions(versions: Sequence[VersionState]) -> list[ScoredVersion]:
-    """Return the versions with an audit score, by step. A standard error has the floor that `guard` uses."""
+    """Return the versions with an audit score, by step. A standard error is at least 1 / (plays + 2)."""
     scored = []
     for version in versions:
         audits = [event for event in version.decisions if event.decision == "evaluated" and "score" in event.statistics]
@@ -156,7 +156,9 @@ def describe_learning(model: str, champion: str | None, versions: Sequence[Versi
 
 
 def _describe_plateau(scored: Sequence[ScoredVersion]) -> str:
-    """Return since when no version had a higher score than all before it; empty if one of the last two had.
+    """Return a sentence about a plateau: the number of versions since the one with the highest score.
+
+    The text is empty if there are fewer than `_PLATEAU_VERSIONS_MIN` of them.
 
     Args:
         scored: versions by step, at least one.

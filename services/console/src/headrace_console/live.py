@@ -1,7 +1,7 @@
 """Server-sent events that announce changed pages.
 
-An event has the name `changed` and data such as `loop 1712`: a topic and its number of changes. It contains nothing of
-the change itself. The browser requests the changed part of its page with its own session.
+An event has the name `changed` and data such as `loop 1712`: a topic and its number of changes. It does not contain the
+change itself: the browser requests the changed part of its page with its own session.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SILENCE_S = 15.0
 
 
 class Changes:
-    """Numbers of changes by topic. Each subscriber gets at most one message per second."""
+    """Counter of changes by topic, and the streams that send it to browsers, at most once per second each."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}

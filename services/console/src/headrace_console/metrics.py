@@ -5,5 +5,5 @@ from __future__ import annotations
 from prometheus_client import Counter, Gauge
 
 LOGINS = Counter("headrace_console_logins_total", "Attempts to log in, by outcome", ["outcome"])
-"""`accepted`; `refused`: the token is wrong or used; `limited`: there were too many attempts within a minute."""
+"""Outcomes: `accepted`; `refused`: the token is wrong or used; `limited`: too many attempts within a minute."""
 TABS = Gauge("headrace_console_tabs", "Browser tabs that follow changes")

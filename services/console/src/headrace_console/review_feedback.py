@@ -15,13 +15,13 @@ SIDES = ("A", "B")
 Body = dict[str, JsonValue]
 
 
-def compared(item: Item) -> tuple[int, int]:
-    """Return the two compared answers of an item."""
+def compared_choices(item: Item) -> tuple[int, int]:
+    """Return the choices of the two answers of an item that raters compare."""
     return pair_of(item.id, _choices(item))
 
 
 def sides(item: Item, rater: str, *, repeated: bool) -> tuple[int, int]:
-    """Return the answers of an item that a rater sees as A and as B."""
+    """Return the choices that a rater sees as A and as B."""
     return sides_of(item.id, _choices(item), rater, repeated=repeated)
 
 
@@ -31,7 +31,7 @@ def _choices(item: Item) -> int:
 
 
 def stored_answer(rules: QueueRules, item: Item, text: str, rater: str, *, repeated: bool) -> str | None:
-    """Return the answer that a button of the form stands for, or None if the queue has no such button."""
+    """Return the stored form of the answer `text` of a button, or None if the queue has no such button."""
     if rules.question == "pair":
         if text in SIDES:
             return str(sides(item, rater, repeated=repeated)[SIDES.index(text)])
@@ -43,18 +43,18 @@ def stored_answer(rules: QueueRules, item: Item, text: str, rater: str, *, repea
 def feedback_bodies(
     rules: QueueRules, item: Item, verdict: Verdict, previous: str | None, edit: JsonValue = None
 ) -> list[Body]:
-    """Return the requests of a verdict. The first one has the id by which the verdict is known.
+    """Return the bodies of the requests that send a verdict. The feedback id of the first one identifies the verdict.
 
     Args:
         rules: the rules of the queue.
         item: the item.
         verdict: the verdict.
-        previous: the answer that is valid before it, or None.
+        previous: the rater's answer that was valid until now, or None.
         edit: the edited answer as a message, for the verdict `EDITED`.
     """
-    bodies = [] if verdict.answer is None else _opinion(rules, item, verdict.answer, edit)
+    bodies = [] if verdict.answer is None else _answer_bodies(rules, item, verdict.answer, edit)
     if previous is not None and (verdict.answer is None or _kind(rules, previous) != _kind(rules, verdict.answer)):
-        bodies += _withdrawal(rules, item, previous)
+        bodies += _withdrawal_bodies(rules, item, previous)
     ids = [
         feedback_id(verdict.item, verdict.rater, verdict.number, repeated=verdict.repeated, part=part)
         for part in range(len(bodies))
@@ -63,7 +63,10 @@ def feedback_bodies(
 
 
 def _kind(rules: QueueRules, answer: str) -> str:
-    """Return the kind of an answer. An answer of the same kind replaces an earlier one; another kind withdraws it."""
+    """Return the kind of an answer.
+
+    The feedback of an answer replaces earlier feedback of the same kind. Feedback of another kind must be withdrawn.
+    """
     return answer if rules.question in ("pair", "edit") and answer in (SAME, BOTH_BAD) else rules.question
 
 
@@ -73,39 +76,39 @@ def _target(rules: QueueRules, item: Item) -> Body:
     return {"response_id": unpack_id(item.turn["name"]), "level": "turn"}
 
 
-def _answers(item: Item) -> list[Body]:
-    """Return each answer of a pair as a target."""
-    response: Mapping[str, JsonValue] = {"response_id": _response(item), "level": "response"}
-    return [{**response, "choice": choice} for choice in compared(item)]
+def _pair_targets(item: Item) -> list[Body]:
+    """Return the fields of feedback that name its target, for each of the two answers of a pair."""
+    response: Mapping[str, JsonValue] = {"response_id": _response_id(item), "level": "response"}
+    return [{**response, "choice": choice} for choice in compared_choices(item)]
 
 
-def _response(item: Item) -> str:
-    assert item.turn is not None, "an item of which one answer is meant has a turn"
+def _response_id(item: Item) -> str:
+    assert item.turn is not None, "an item about one answer has a turn"
     return unpack_id(item.turn["name"])
 
 
-def _preference(item: Item, answer: str) -> Body:
+def _preference_body(item: Item, answer: str) -> Body:
     chosen = int(answer)
-    rejected = next(choice for choice in compared(item) if choice != chosen)
-    return {"response_id": _response(item), "preference": {"chosen": chosen, "rejected": rejected}}
+    rejected = next(choice for choice in compared_choices(item) if choice != chosen)
+    return {"response_id": _response_id(item), "preference": {"chosen": chosen, "rejected": rejected}}
 
 
-def _opinion(rules: QueueRules, item: Item, answer: str, edit: JsonValue) -> list[Body]:
+def _answer_bodies(rules: QueueRules, item: Item, answer: str, edit: JsonValue) -> list[Body]:
     kind = _kind(rules, answer)
     if kind == "pair":
-        return [_preference(item, answer)]
+        return [_preference_body(item, answer)]
     if kind == "edit":
-        return [] if edit is None else [{"response_id": _response(item), "edit": edit}]
+        return [] if edit is None else [{"response_id": _response_id(item), "edit": edit}]
     if kind == BOTH_BAD and rules.question == "pair":
-        return [{**target, "label": BOTH_BAD} for target in _answers(item)]
+        return [{**target, "label": BOTH_BAD} for target in _pair_targets(item)]
     return [{**_target(rules, item), **({"value": float(answer)} if kind == "score" else {"label": answer})}]
 
 
-def _withdrawal(rules: QueueRules, item: Item, answer: str) -> list[Body]:
+def _withdrawal_bodies(rules: QueueRules, item: Item, answer: str) -> list[Body]:
     kind = _kind(rules, answer)
     if kind == "pair":
-        return [{**_preference(item, answer), "withdrawn": True}]
+        return [{**_preference_body(item, answer), "withdrawn": True}]
     if kind == "edit":
-        return [{"response_id": _response(item), "kind": "edit", "withdrawn": True}]
-    targets = _answers(item) if kind == BOTH_BAD and rules.question == "pair" else [_target(rules, item)]
+        return [{"response_id": _response_id(item), "kind": "edit", "withdrawn": True}]
+    targets = _pair_targets(item) if kind == BOTH_BAD and rules.question == "pair" else [_target(rules, item)]
     return [{**target, "withdrawn": True} for target in targets]

@@ -6,7 +6,7 @@ from headrace_runtime.services import ServiceInfo
 
 INFO = ServiceInfo(
     module="headrace_console",
-    summary="Web console: what the stack learns and why, and decisions about versions.",
+    summary="Web console: sessions, training, rollouts and dead letters, with forms for feedback and decisions.",
     port=8040,
     consumes=(
         "turns",

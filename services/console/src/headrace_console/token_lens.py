@@ -1,4 +1,7 @@
-"""Tokens of one answer as a page shows them: how each was sampled, its probability then and now, and its colour."""
+"""Tokens of one answer as a page shows them: how each was sampled, its probability then and now, and its colour.
+
+"Then" is the time of the call, "now" is under the weights of another version.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +14,14 @@ from headrace_schemas import Turn
 from headrace_schemas.events.turn import iterate_sets
 
 WINDOW = 4_000
-"""Tokens that one page colours."""
+"""Number of tokens that one page shows as coloured text."""
 TABLE_ROWS = 200
 _LEAD = 500
-"""Tokens of the prompt before the answer in the first window."""
+"""Number of prompt tokens before the answer that the first page shows."""
 _LEVELS = (0.9, 0.5, 0.2, 0.05, 0.01)
-"""Probabilities from which on a token has the class `l0`, `l1` and so on. Less likely ones have `l5`."""
+"""Lower bounds of the probability for the CSS classes `l0`, `l1` and so on. Less likely tokens have `l5`."""
 _CHANGES = (0.1, 1.0)
-"""Differences of logprobs, in nats, from which on a token has the class `u1` or `d1`, and `u2` or `d2`."""
+"""Lower bounds of the change of a logprob, in nats, for the CSS classes `u1` and `u2` (up) and `d1` and `d2` (down)."""
 COLOURS = ("then", "now", "change")
 LEGEND = (
     *((f"l{level}", f"at least {share:.0%}") for level, share in enumerate(_LEVELS)),
@@ -46,11 +49,11 @@ class LensToken:
     now: float | None = None
     """Logprob under the weights of another version, or None if it was not computed."""
     colour: str = ""
-    """Class of the colour."""
+    """CSS class of the colour."""
 
     @property
     def label(self) -> str:
-        """Numbers of the token for a tool tip."""
+        """Text of the token's tool tip: kind, id and probabilities."""
         numbers = [f"{self.kind}, id {self.token_id}"]
         numbers += [f"p {math.exp(self.then):.3f} then"] if self.then is not None else []
         numbers += [f"{math.exp(self.now):.3f} now"] if self.now is not None else []
@@ -69,7 +72,7 @@ class Lens:
 
     @property
     def prompt_length(self) -> int:
-        """Number of prompt ids that the event contains. Those of an earlier turn are not among them."""
+        """Number of prompt tokens in the event. It does not count those that only an earlier turn contains."""
         return len(self.turn.prompt_token_ids)
 
     @property
@@ -83,11 +86,11 @@ class Lens:
         return any(self.turn.choices[self.choice].logprobs) or self.turn.sampling.drawn
 
     def first_window(self) -> int:
-        """Return the start of the window that a page shows first."""
+        """Return the position of the first token that the first page shows."""
         return max(0, self.prompt_length - _LEAD)
 
     def tokens(self, start: int, stop: int, colour: str) -> list[LensToken]:
-        """Return the tokens from `start` up to `stop`, coloured by `colour`."""
+        """Return the tokens from `start` up to `stop`. `colour` is one of `COLOURS`."""
         choice, tokens = self.turn.choices[self.choice], []
         forced = forced_positions(self.turn, self.choice)
         for position in range(max(0, start), min(stop, self.length)):
@@ -109,9 +112,9 @@ class Lens:
 
 
 def forced_positions(turn: Turn, choice: int) -> Collection[int]:
-    """Return the positions in an answer at which its constraint left a single token.
+    """Return the positions in an answer at which the sampling constraint allowed a single token.
 
-    These are sets of one token that the engine stored, and under a grammar the tokens with the probability 1.
+    The engine stored a set of one token there, or the token has the probability 1 under a grammar.
     """
     answer = turn.choices[choice]
     if answer.stored_sets is not None:
@@ -122,7 +125,7 @@ def forced_positions(turn: Turn, choice: int) -> Collection[int]:
 
 
 def colour_class(colour: str, then: float | None, now: float | None) -> str:
-    """Return the class of a sampled token, or an empty text if its numbers are not known."""
+    """Return the CSS class of a sampled token, or an empty text if its probabilities are not known."""
     if colour == "change":
         if then is None or now is None:
             return ""

@@ -1,4 +1,4 @@
-"""Security headers of every response: no inline script or style, nothing from elsewhere, no frame, no cache.
+"""Security headers of every response: no inline script or style, no resource of another origin, no frame, no cache.
 
 The referrer policy is `same-origin`, because with `no-referrer` browsers send `Origin: null` with forms, which the web
 guard refuses.

@@ -1,8 +1,8 @@
 """Logins with one-time tokens and tokens of users, and the sessions that they begin.
 
-A session is a random cookie of which only the digest is stored, in a file, so that a restart ends no session. The
-rotation of a user's token, or of the stack's key for its owner, does. Only its owner can read the file. If it cannot be
-read or written, users log in again.
+A session is a random cookie. Only its digest is stored, in a file, so that sessions survive a restart. A new token in
+the settings ends the sessions of its user, and a new internal key of the stack ends those of the owner. Only the owner
+of the process can read the file. If the file cannot be read or written, users must log in again.
 """
 
 from __future__ import annotations
@@ -38,22 +38,22 @@ _FILE_BYTES_MAX = 1_048_576
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """A login. Role and tenants are those that the settings give the user of that name."""
+    """A login. The user's role and tenants are not stored: they are read from the settings by the user's name."""
 
     digest: str
     """SHA-256 of the cookie."""
     name: str
     token: str
-    """SHA-256 that proves which token the user had. The session ends when the settings name another one."""
+    """SHA-256 of the token with which the user logged in. The session ends when the settings have another one."""
     ends_at_s: float
-    """Civil time in seconds since 1970."""
+    """Unix time in seconds."""
 
 
 _SESSIONS: TypeAdapter[list[Session]] = TypeAdapter(list[Session])
 
 
 class SessionFile:
-    """Sessions in `path`, which is replaced as a whole. Blocks for a few milliseconds."""
+    """File with all sessions, which `write` replaces as a whole. Its methods block for a few milliseconds."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -93,7 +93,7 @@ class Logins:
         self._attempts: deque[float] = deque(maxlen=_ATTEMPTS_MAX)
 
     def log_in_once(self, token: str) -> str:
-        """Use the one-time token of the stack's owner up, and return the cookie of a new session.
+        """Redeem the one-time token of the stack's owner, and return the cookie of a new session.
 
         Raises:
             Refused: the token is wrong or used (401), or there were too many logins (429).
@@ -124,7 +124,7 @@ class Logins:
             self._file.write(list(self._sessions.values()))
 
     def user_of(self, cookie: str | None) -> User | None:
-        """Return the user of a session that has not ended."""
+        """Return the user of the session with this cookie, or None if there is no such session or it has ended."""
         if not cookie:
             return None
         session = self._sessions.get(_digest(cookie))

@@ -1,4 +1,4 @@
-"""The page of a queue that shows how far its raters agree with each other and with judges."""
+"""Page with the agreement of a queue's raters with each other and with judges."""
 
 from __future__ import annotations
 
@@ -20,18 +20,22 @@ _LISTED_MAX = 50
 
 @dataclass(frozen=True, slots=True)
 class RaterHabit:
-    """How often a rater of pairs chose A, and the same answer when a pair came again."""
+    """Consistency of a rater of pairs: preference for the side A, and equal verdicts when a pair is repeated."""
 
     rater: str
     decided: int
+    """Number of pairs with A or B as the answer."""
     left: int
+    """Number of pairs with A as the answer."""
     left_interval: tuple[float, float] | None
     repeated: int
+    """Number of pairs that were rated a second time."""
     consistent: int
+    """Number of these pairs with equal answers."""
 
 
 async def agreement(visit: Visit) -> Response:
-    """Show the coefficients of the random part, the shares of the answers, and the items with different answers."""
+    """Show coefficients of the items that were drawn at random, shares of answers, and items with different answers."""
     visit.parameters()
     async with visit.transaction() as tx:
         queue = await queue_of_path(tx, visit)
@@ -53,9 +57,9 @@ async def agreement(visit: Visit) -> Response:
         pairs=[(pair, coefficient_text(pair.kappa)) for pair in agreement.pairs],
         columns=agreement.columns,
         values=values,
-        names={value: name_of(value) for value in values},
+        names={value: answer_label(value) for value in values},
         habits=habits_of(items) if queue.rules.question == "pair" else [],
-        differing=_differing(items),
+        differing=_differing_items(items),
     )
 
 
@@ -71,8 +75,8 @@ def coefficient_text(coefficient: Coefficient) -> str:
     return f"{coefficient.value:.3f} (95 %: {lower:.3f} to {upper:.3f})"
 
 
-def name_of(answer: Hashable) -> str:
-    """Return the text that the page shows for an answer. The answers of a pair have numbers from 1 on."""
+def answer_label(answer: Hashable) -> str:
+    """Return the label of an answer. The choices of a pair are numbered from 1."""
     if isinstance(answer, float):
         return f"{answer:g}"
     text = str(answer)
@@ -105,14 +109,14 @@ def habits_of(items: Sequence[AnsweredItem]) -> list[RaterHabit]:
     ]
 
 
-def _differing(items: Sequence[AnsweredItem]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return the address of each item with different answers, and the answers, the last drawn items first."""
+def _differing_items(items: Sequence[AnsweredItem]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return address and answers of the items with different answers, the items that were drawn last first."""
     entries = []
     for item in items:
         answers = {**item.by_rater, **item.by_judge}
         if len(set(answers.values())) > 1:
             address = f"/s/{item.session_key}" + (f"#t-{item.turn}" if item.turn else "")
-            entries.append((address, [(name, name_of(answer)) for name, answer in sorted(answers.items())]))
+            entries.append((address, [(name, answer_label(answer)) for name, answer in sorted(answers.items())]))
     return entries[:_LISTED_MAX]
 
 

@@ -1,4 +1,4 @@
-"""Two turns side by side, such as the answers of two versions to the same prompt, and answers on request."""
+"""Page with two turns side by side, such as answers of two versions to one prompt, and the form that requests one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from headrace_schemas.values.text import printable
 
 SIDES = ("left", "right")
 _READ_POLLS, _READ_POLL_S = 50, 0.2
-"""Look-ups of a new answer, which the console reads from its topic, and the seconds between them."""
+"""Number of look-ups of a new answer, until the console has read it from its topic, and the seconds between them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class _Side:
 
 
 async def compare(visit: Visit) -> Response:
-    """Show the turns with the response ids `left` and `right`, or the form for them."""
+    """Show the turns with the response ids `left` and `right`, or a form for the two ids."""
     parameters = visit.parameters(*SIDES)
     ids = {name: parameters.get(name, "").strip() for name in SIDES}
     sides = [await _side(visit, response_id) for response_id in ids.values() if response_id]
@@ -69,7 +69,7 @@ async def compare(visit: Visit) -> Response:
 
 
 async def try_version(visit: Visit) -> Response:
-    """Let a version answer the prompt of the turn `left`, and show both answers."""
+    """Call a version with the prompt of the turn `left`, and show both answers."""
     form = await visit.fields(("left", "version"))
     left, version = form.get("left", ""), form.get("version", "")
     turn = (await _side(visit, left)).turn
@@ -96,7 +96,7 @@ async def _wait_until_read(visit: Visit, response_id: str) -> None:
 
 
 async def _side(visit: Visit, response_id: str) -> _Side:
-    """Return a turn. Raises `NotFound`, for a turn of another tenant, too."""
+    """Return one side for a turn. Raises `NotFound`, also if the user may not see the turn's tenant."""
     async with visit.transaction() as tx:
         record = await queries.turn_of(tx, visit.user.scope, response_id)
         if record is None or record[1]["log_offset"] < 0:
@@ -109,7 +109,7 @@ async def _side(visit: Visit, response_id: str) -> _Side:
 
 
 def _have_equal_prompts(left: Turn, right: Turn) -> bool | None:
-    """Return whether two turns have the same prompt tokens, or None if their events contain other parts of them."""
+    """Return whether two turns have the same prompt tokens, or None if their events do not contain enough to decide."""
     if left.usage.prompt_tokens != right.usage.prompt_tokens:
         return False
     if (left.extends is None) != (right.extends is None):

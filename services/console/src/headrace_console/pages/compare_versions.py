@@ -21,7 +21,7 @@ from headrace_console.read_model.version_queries import (
 from headrace_schemas.http.registry_api import VersionState
 
 REWARDS_MIN = 30
-"""Rewards of each version below which their means are not compared."""
+"""Smallest number of rewards of each version for which their means are compared."""
 
 
 async def compare(visit: Visit) -> Response:
@@ -73,13 +73,13 @@ async def _other(visit: Visit, first: VersionState, versions: Sequence[VersionSt
 def _rows(
     pair: Sequence[VersionState], scores: Sequence[ScoredVersion | None], traffic: Sequence[VersionTraffic]
 ) -> list[tuple[str, list[str]]]:
-    """Return name and values of each row of the table."""
+    """Return the heading and the values of each row of the table."""
     return [
         ("state", [version.state.replace("_", " ") for version in pair]),
         ("lineage and step", [f"{version.lineage}, {version.step}" for version in pair]),
         ("audit score", [_interval(score.score, score.error) if score else "" for score in scores]),
         ("sessions", [f"{numbers.sessions:,}" for numbers in traffic]),
-        ("sampled tokens per turn of it", [_ratio(numbers.tokens, numbers.turns) for numbers in traffic]),
+        ("sampled tokens per turn that it answered", [_ratio(numbers.tokens, numbers.turns) for numbers in traffic]),
         ("its turns trained, dropped", [f"{numbers.trained:,}, {numbers.dropped:,}" for numbers in traffic]),
         ("mean reward", [_interval(n.reward_mean, n.reward_error) if n.rewards else "" for n in traffic]),
         ("thumbs up, down", [f"{numbers.up:,}, {numbers.down:,}" for numbers in traffic]),

@@ -1,4 +1,4 @@
-"""Dead letters in groups: dry run, retry and discard of many at once."""
+"""Pages of dead letters by group, with dry run, retry and discard of many letters at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from headrace_runtime.errors import Refused
 from headrace_schemas import DeadLetter
 
 PORTION = 200
-"""Letters that one request retries or discards at most."""
+"""Largest number of letters that one request retries or discards."""
 PLANNED_MAX = 10_000
 _LIST_ROWS = 100
 _GROUP = ("service", "topic", "reason")
@@ -39,7 +39,7 @@ async def groups(visit: Visit) -> Response:
         "dead_letters.html",
         state=state,
         states=tables.LETTER_STATES,
-        groups=[(group, _address(group, state=state), _moments(group)) for group in groups],
+        groups=[(group, _address(group, state=state), _period(group)) for group in groups],
         is_cut=sum(group.letters for group in groups) >= GROUPED_MAX,
     )
 
@@ -84,14 +84,14 @@ async def letter(visit: Visit) -> Response:
 
 
 async def plan(visit: Visit) -> Response:
-    """Show the result of a retry of a group, without retrying it."""
+    """Show a dry run: how many letters of a group can be retried, and the problems of the others."""
     _check_scope(visit)
     group = _group(visit.parameters(*_GROUP))
     async with visit.transaction() as tx:
         rows = await letters_of(tx, group, "open", after=None, limit=PLANNED_MAX)
     problems: Counter[str] = Counter()
     retriable = 0
-    # In the order of the topic, so that each read is of one partition: the letters of a moment are on all of them.
+    # Sorted by partition and offset, so that each read is of one partition: letters of one time are on all partitions.
     async for planned in visit.parts.letters.plan_retry(sorted(rows, key=position_of)):
         if planned.problem is None:
             retriable += 1
@@ -109,7 +109,7 @@ async def plan(visit: Visit) -> Response:
 
 
 async def retry(visit: Visit) -> Response:
-    """Publish the records of the next letters of a group again."""
+    """Retry the next portion of a group: publish the records again."""
     group, rows = await _next_letters(visit)
     planned = [letter async for letter in visit.parts.letters.plan_retry(rows)]
     await visit.parts.letters.retry([letter for letter in planned if letter.problem is None], visit.user.name)
@@ -117,7 +117,7 @@ async def retry(visit: Visit) -> Response:
 
 
 async def discard(visit: Visit) -> Response:
-    """Record that the next letters of a group will not be retried."""
+    """Discard the next portion of a group: record that its letters will not be retried."""
     reason = await visit.reason()
     group, rows = await _next_letters(visit)
     await visit.parts.letters.discard(rows, reason, visit.user.name)
@@ -125,7 +125,7 @@ async def discard(visit: Visit) -> Response:
 
 
 async def _next_letters(visit: Visit) -> tuple[LetterGroup, list[Row]]:
-    """Return the group of a form, and its next open letters."""
+    """Return the group of a form, and the next portion of the group's open letters."""
     _check_scope(visit)
     form = await visit.fields(_FORM_FIELDS)
     group = _group({**form, "reason": form.get("kind", "")})
@@ -174,7 +174,7 @@ def _address(group: LetterGroup, **more: str) -> str:
     return f"/dead-letters/group?{urlencode({**_query(group), **more})}"
 
 
-def _moments(group: LetterGroup) -> tuple[object, object]:
+def _period(group: LetterGroup) -> tuple[object, object]:
     return from_epoch_ms(group.first_ms), from_epoch_ms(group.last_ms)
 
 

@@ -24,7 +24,7 @@ ACTIONS = ("score", "edit", "withdraw_score", "withdraw_edit")
 _FIELDS = frozenset({"action", "turn", "value", "text", "tool_calls", "comment"})
 _COMMENT_LENGTH_MAX = 2_000
 _FEEDBACK_MAX = 50
-"""Latest feedback of a session among which the user's own is looked for."""
+"""Number of a session's newest feedback events that are searched for the user's own."""
 _ANSWER_LENGTH_MAX = 200_000
 
 
@@ -32,8 +32,8 @@ async def form(visit: Visit) -> Response:
     """Show the forms for a session, or for one of its turns with its answer to edit."""
     session, turn = await _target(visit, visit.parameters("turn").get("turn", ""))
     event = await read_turn(visit, turn) if turn is not None else None
-    own, is_complete = await _own_feedback(visit, session, turn)
-    edit = own.get("edit")
+    own_feedback, is_complete = await _own_feedback(visit, session, turn)
+    edit = own_feedback.get("edit")
     answer = edit.edit if edit is not None else event.choices[0].message if event is not None else None
     editable = editable_answer(answer) if answer is not None else None
     return visit.render(
@@ -42,7 +42,7 @@ async def form(visit: Visit) -> Response:
         turn=turn,
         answer=editable or ("", ""),
         has_text=editable is not None,
-        score=own.get("value"),
+        score=own_feedback.get("value"),
         edit=edit,
         unknown=not is_complete,
     )
@@ -73,7 +73,7 @@ def valid_feedback(newest_first: Iterable[Feedback], rater: str, turn_id: str | 
     Args:
         newest_first: feedback about one session.
         rater: name of the user.
-        turn_id: response id of the turn that it is about, or None for the session.
+        turn_id: response id of the turn that the feedback is about, or None for the session.
     """
     last: dict[str, Feedback] = {}
     named = (turn_id,) if turn_id is not None else ()
@@ -123,7 +123,7 @@ def feedback_body(form: Mapping[str, str], session: Row, turn: Row | None) -> di
 
 
 def editable_answer(message: Message) -> tuple[str, str] | None:
-    """Return text and tool calls of an answer as the form has them, or None for one that is too long for a form."""
+    """Return text and tool calls of an answer for the form of an edit, or None if it is too long for a form."""
     text, tool_calls = message.text, _format_tool_calls(message)
     return (text, tool_calls) if max(len(text), len(tool_calls)) <= LINES_LENGTH_MAX else None
 

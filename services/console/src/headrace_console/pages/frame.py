@@ -1,4 +1,4 @@
-"""The frame of all pages, and the Jinja templates in it."""
+"""Rendering of pages: the Jinja templates, and the frame that all pages share."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ NAVIGATION = (
     ("Review", "/review"),
     ("Dead letters", "/dead-letters"),
 )
-"""Title and address of the pages that every page links to."""
+"""Title and address of each page in the navigation."""
 _RATER_NAVIGATION = (("Review", "/review"),)
 THEMES = ("light", "dark")
 LINES_LENGTH_MAX = 20_000
-"""Characters of a text that a page shows, and of an answer that a form offers to edit."""
+"""Largest number of characters of a text on a page, and of an answer in a form for edits."""
 _FRAGMENT_HEADER = "hx-request"
 
 
 @functools.cache
 def _load_templates() -> jinja2.Environment:
-    """Compile all templates, once per process: it takes 0.2 s, and an upgrade beneath it must not mix releases."""
+    """Compile all templates once per process.
+
+    Compilation takes 0.2 s. If templates were read later, an upgrade of the package would mix those of two releases.
+    """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -61,7 +64,7 @@ def _load_templates() -> jinja2.Environment:
 
 
 class Templates:
-    """Renders pages. Everything that a template prints is escaped, and undefined names raise an error."""
+    """Renderer of pages. All values in a template are escaped, and undefined names raise an error."""
 
     def __init__(self, *, behind_tls: bool = False) -> None:
         self._environment = _load_templates()

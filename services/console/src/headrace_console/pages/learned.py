@@ -1,4 +1,4 @@
-"""What a version learned from: the sessions that it was trained on, ordered by advantage."""
+"""List of the sessions that a version was trained on, ordered by advantage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace_console.read_model.status import history_of
 from headrace_console.read_model.training_queries import Runs, runs_of, version_training
 
 ORDERS = ("up", "down")
-"""Values of the parameter `first`: the sessions that were pushed up most, or down most, come first."""
+"""Values of the parameter `first`: order by descending (`up`) or ascending (`down`) advantage."""
 
 
 async def learned(visit: Visit) -> Response:
@@ -38,7 +38,7 @@ def _row(row: Row, runs: Runs) -> dict[str, object]:
 
     Args:
         row: the stored experience and the advantage that it was trained with.
-        runs: runs of the listed sessions, for the link to the run.
+        runs: runs of the listed sessions, by which the row names its run.
     """
     history, turns = history_of(row["history"]), unpack_numbers(row["turns"])
     entry = next(

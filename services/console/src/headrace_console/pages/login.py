@@ -19,7 +19,7 @@ _THEME_S = 400 * 24 * 3600
 
 
 class LoginPages:
-    """Pages that begin and end sessions. `routes` need no session."""
+    """Pages that begin and end sessions, and the choice of the theme."""
 
     def __init__(self, templates: Templates, logins: Logins, *, has_users: bool, behind_tls: bool) -> None:
         self._templates = templates
@@ -35,7 +35,7 @@ class LoginPages:
         ]
 
     def pages(self) -> list[Page]:
-        """Return the pages of every user."""
+        """Return the pages that need a session of any role."""
         return [
             Page("/logout", self.log_out, role="rater", method="POST", is_change=False),
             Page("/theme", self.theme, role="rater", method="POST", is_change=False),
@@ -61,7 +61,7 @@ class LoginPages:
         return response
 
     async def theme(self, visit: Visit) -> Response:
-        """Store the theme in a cookie; without a valid theme the system's applies again."""
+        """Store the theme in a cookie. Without a valid theme, delete the cookie, so that the system's theme applies."""
         form = await read_form(visit.request)
         response = RedirectResponse(_local_path(form.get("next", "")), 303)
         name, theme = self._templates.theme_cookie, form.get("theme", "")
@@ -98,7 +98,7 @@ class LoginPages:
 
 
 def _local_path(path: str) -> str:
-    """Return a path of this console, or `/` for anything else, such as the address of another site."""
+    """Return `path` if it is a path of this console, otherwise `/`, for example for the address of another site."""
     parts = urlsplit(path)
     is_local = path.startswith("/") and not path.startswith(("//", "/\\")) and not parts.scheme and not parts.netloc
     return path if is_local and path.isascii() and path.isprintable() else "/"

@@ -1,4 +1,4 @@
-"""The Loop page, whether the stack learns, and the Why page, why nothing is trained."""
+"""The page Loop, which shows whether the stack learns, and the page Why, which shows why nothing is trained."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _CONSEQUENCES = frozenset({"promoted", "rejected", "skipped", "rolled_back", "wi
 
 @dataclass(frozen=True, slots=True)
 class ModelSummary:
-    """What the Loop shows of a model."""
+    """Values of one model on the page Loop."""
 
     state: ModelState
     learning: Learning
     scores: tuple[ScoredVersion, ...]
     chart: Markup
     trial: str
-    """Numbers of the gate's last decision, or an empty text."""
+    """Sentence with the numbers of the gate's last decision, or an empty text."""
     steps: tuple[queries.Row, ...]
     """The last training steps with a mean reward, the oldest first."""
     reward_chart: Markup
@@ -42,7 +42,7 @@ class ModelSummary:
 
 
 async def loop(visit: Visit) -> Response:
-    """Show whether the stack learns."""
+    """Show the page Loop."""
     visit.parameters()
     facts, problem = await _facts(visit)
     models = [await _summary(visit, state) for state in facts.models[:_MODELS_SHOWN]]
@@ -60,7 +60,7 @@ async def loop(visit: Visit) -> Response:
 
 
 async def _steps(visit: Visit, model: str) -> tuple[queries.Row, ...]:
-    """Return the last steps with a mean reward, or none if the database does not answer."""
+    """Return the last steps that report a mean reward, or no steps if the database does not answer."""
     try:
         async with visit.transaction() as tx:
             reports = await queries.steps(tx, model)
@@ -79,7 +79,7 @@ async def _counts(visit: Visit) -> Counts | None:
 
 
 async def flow(visit: Visit) -> Response:
-    """Show the page "Why": how much reaches each stage of the loop, and the cause if nothing is trained."""
+    """Show the page Why: the numbers of each stage of the loop, and the cause if nothing is trained."""
     visit.parameters()
     facts, problem = await _facts(visit)
     cause = find_cause(facts)
@@ -98,14 +98,14 @@ async def flow(visit: Visit) -> Response:
 
 
 def flow_title(facts: Facts, cause: Cause | None) -> str:
-    """Return the heading of the Why page, which depends on whether experiences are trained."""
+    """Return the heading of the page Why, which depends on whether experiences are trained."""
     if facts.trains:
         return "What is not trained, and why"
     return "Why nothing trains" if cause is not None else "Is anything trained?"
 
 
 async def _facts(visit: Visit) -> tuple[Facts, str]:
-    """Return the facts, and the problem of the registry if it does not answer."""
+    """Return the facts, and an error message if the registry does not answer."""
     stack = await visit.parts.stack.report()
     models: tuple[ModelState, ...] = ()
     problem = ""
@@ -184,7 +184,7 @@ def _time(event: ModelEvent) -> datetime:
 
 
 def _stages(facts: Facts) -> list[tuple[str, str, float]]:
-    """Return service, meaning and value of the numbers that the causes are derived from."""
+    """Return service, label and value of each number that the page Why lists."""
     numbers = [
         ("gateway", "calls captured", "headrace_gateway_turns_total"),
         ("collector", "sessions open", "headrace_collector_open_sessions"),

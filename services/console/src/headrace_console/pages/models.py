@@ -1,4 +1,4 @@
-"""Models, and one version with all decisions about it, its promotion and its withdrawal."""
+"""Pages of models and of single versions, with the forms that promote or withdraw a version."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMBER_NAMES = {
     "max_abs_delta": "largest difference of a log probability from the trainer's",
     "parent_max_abs_delta": "the same difference with the weights of the parent",
 }
-"""Words for the numbers of decisions and measurements."""
+"""Descriptions of the statistics in decisions and measurements."""
 _UNPROMOTABLE = ("promoted", "canary", "withdrawn")
 
 
@@ -79,7 +79,7 @@ async def promote(visit: Visit) -> Response:
 
 
 async def withdraw(visit: Visit) -> Response:
-    """Withdraw a version, so that it never serves."""
+    """Withdraw a version, so that it gets no more calls."""
     version = await find_version(visit)
     body = WithdrawRequest(version=version.id, reason=await visit.reason())
     await visit.parts.registry.change(f"/v1/models/{version.model}/withdraw", body, visit.user)
@@ -87,12 +87,16 @@ async def withdraw(visit: Visit) -> Response:
 
 
 async def find_version(visit: Visit) -> VersionState:
-    """Return the version of the path. Raises `NotFound` unless one version matches."""
+    """Return the version that the path names. Raises `NotFound` as `match_version`."""
     return match_version(visit, await visit.parts.registry.versions(visit.path("model")))
 
 
 def match_version(visit: Visit, versions: Iterable[VersionState]) -> VersionState:
-    """Return the version of the path, whose digest may be cut. Raises `NotFound` unless one version matches."""
+    """Return the version that the path names, perhaps by the beginning of its digest.
+
+    Raises:
+        NotFound: no version matches, or several do.
+    """
     prefix = f"{visit.path('model')}@{visit.path('digest')}"
     matches = [version for version in versions if version.id.startswith(prefix)]
     if len(matches) != 1:
@@ -101,7 +105,7 @@ def match_version(visit: Visit, versions: Iterable[VersionState]) -> VersionStat
 
 
 def describe_decision(version: VersionState) -> str:
-    """Return a sentence with the last decision about a version that changed its state."""
+    """Return a sentence about the last decision that changed the state of a version."""
     words = {
         "promoted": "took over",
         "rejected": "was refused",

@@ -1,4 +1,4 @@
-"""A page of the console, and the checks that precede its handler: session, role and form token."""
+"""Pages of the console, and the checks before the handler of a page runs: session, role and form token."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ _REASON_LENGTH_MAX = 2000
 
 
 class NotFound(Refused):
-    """The page or the record does not exist, or the user may not know that it exists."""
+    """The page or the record does not exist, or the user has no right to see it."""
 
     def __init__(self) -> None:
         super().__init__(404, "not_found", "There is nothing here for you. Check the address.")
 
 
 class InvalidParameter(Refused):
-    """A parameter of the address has a value that is not permitted."""
+    """A parameter of the query has a value that is not permitted."""
 
     def __init__(self, name: str, text: str, problem: str) -> None:
         super().__init__(400, "invalid_parameter", f"{name} = {printable(text)!r}: {problem}", name)
 
 
 def choice_of(parameters: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
-    """Return a parameter, or the first choice if it is missing or empty. Raises `InvalidParameter` for another text."""
+    """Return a parameter, or the first choice if it is missing or empty. Raises `InvalidParameter` for other values."""
     text = parameters.get(name) or choices[0]
     if text not in choices:
         raise InvalidParameter(name, text, f"must be one of {', '.join(choices)}")
@@ -63,7 +63,7 @@ def choice_of(parameters: Mapping[str, str], name: str, choices: Sequence[str]) 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts of the console that pages use. They live as long as the console."""
+    """Components that the handlers of pages use. All requests share them."""
 
     templates: Templates
     database: Database
@@ -77,7 +77,7 @@ class Parts:
     rules: FlowRules
     clock: Clock
     computation: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by the one long computation that may be in progress."""
+    """Lock that a handler holds during a long computation, so that only one runs at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class Visit:
         return parameters_of(self.request, *names)
 
     async def fields(self, names: Collection[str]) -> dict[str, str]:
-        """Return the fields of the form, as `read_form`. Raises `Refused` 400 for one that is not in `names`, too."""
+        """Return the fields of the form. Raises `Refused` as `read_form`, and 400 for a field not in `names`."""
         form = await read_form(self.request)
         unknown = sorted(form.keys() - {"form_token", *names})
         if unknown:
@@ -113,7 +113,7 @@ class Visit:
         return storable(reason)
 
     def transaction(self) -> AbstractAsyncContextManager[AsyncConnection]:
-        """Begin a transaction of the read model."""
+        """Return a context with a new transaction of the read model."""
         return self.parts.database.transaction()
 
     def render(self, template: str, status: int = 200, **values: object) -> Response:
@@ -126,7 +126,7 @@ Handler = Callable[[Visit], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page. `role` is the least role that may open it. The handler may raise `Refused`."""
+    """An address of the console. `role` is the lowest role that may open it. The handler may raise `Refused`."""
 
     path: str
     handler: Handler
@@ -137,7 +137,7 @@ class Page:
 
 
 class PageRoutes:
-    """Makes the routes of pages, which check session, role, form token and `read_only` before the handler runs."""
+    """Factory of routes for pages. A route checks session, role, form token and `read_only` before the handler runs."""
 
     def __init__(self, parts: Parts, logins: Logins, *, read_only: bool) -> None:
         self._parts = parts
@@ -178,7 +178,7 @@ async def read_form(request: Request) -> dict[str, str]:
     """Return the fields of a form. Repeated calls return the same fields.
 
     Raises:
-        Refused: the form is too large (413), or a field is repeated or no text (400).
+        Refused: the form is too large (413), or a field is repeated or is not text (400).
     """
     form: dict[str, str] | None = getattr(request.state, "form", None)
     if form is None:

@@ -1,7 +1,7 @@
-"""Review: queues of items, and the forms with which raters answer about one item after the other.
+"""Review pages: the list of queues, and the form with which a rater rates one item after the other.
 
-A rater sees the texts of an item and nothing else: no version, arm, score or other verdict, and no id but the opaque
-one.
+A rater sees only the texts of an item: no version, arm, score or verdict of others, and no id from which the session
+could be found.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _MESSAGES_MAX = 40
 
 @dataclass(frozen=True, slots=True)
 class Transcript:
-    """Messages before the answers of a turn, and these answers. Texts and roles are all that a rater may see."""
+    """Conversation up to a turn, and the answers of the turn. Raters may see it: it has only roles and texts."""
 
     messages: Sequence[tuple[str, str]]
     """Role and text of each message."""
     answers: Sequence[str]
     editable: tuple[str, str] | None
-    """Text and tool calls of the first answer, as the form of an edit has them; None if it is too long for a form."""
+    """Text and tool calls of the first answer for the form of an edit, or None if it is too long for a form."""
     is_cut: bool
     """Whether earlier messages are left out."""
 
@@ -69,7 +69,7 @@ def transcript_of(rows: Sequence[Row], events: Mapping[tuple[int, int], object])
         return None
     history, last = TurnHistory(), turns[-1]
     for turn in turns:
-        with contextlib.suppress(InvalidEvent):  # its beginning is not among the rows
+        with contextlib.suppress(InvalidEvent):  # the turn with the beginning of the prompt is not among the rows
             last = history.whole_turn(turn)
     if last.turn_id != turns[-1].turn_id:
         last = turns[-1]
@@ -97,7 +97,7 @@ async def show_queue(visit: Visit) -> Response:
     async with visit.transaction() as tx:
         queue = await queue_of_path(tx, visit)
         progress = await queues.progress_of(tx, queue)
-        skipped = await ratings.skipped_number(tx, queue, visit.user.name)
+        skipped = await ratings.count_skipped(tx, queue, visit.user.name)
     return visit.render(
         "review_queue.html", queue=queue, progress=progress, skipped=skipped, may_rate=may_rate(visit.user)
     )
@@ -151,7 +151,7 @@ async def show_item(visit: Visit) -> Response:
 
 
 async def rate(visit: Visit) -> Response:
-    """Store and send the answer of a form, and show the next item. `skip` and `undo` are answers, too."""
+    """Store and send the answer of a form, then show the next item. The buttons `skip` and `undo` also send answers."""
     form = await visit.fields(("answer", "number", "text", "tool_calls"))
     _check_rights(visit.user)
     answer = form.get("answer", "")
@@ -182,9 +182,9 @@ async def rate(visit: Visit) -> Response:
 
 
 def _verdict(visit: Visit, queue: Queue, item: Item, form: dict[str, str]) -> tuple[Verdict, str | None, bool]:
-    """Return the verdict of a form, the answer that was valid before it, and whether the verdict is stored.
+    """Return the verdict of a form, the answer that was valid before it, and whether the verdict is stored already.
 
-    A form that was sent before has the verdict that it had then.
+    A form that is sent twice returns the stored verdict.
     """
     number = int(form["number"]) if NUMBER.fullmatch(form.get("number", "")) else 0
     earlier = {verdict["number"]: verdict for verdict in item.verdicts}
@@ -210,7 +210,7 @@ def _answer(visit: Visit, queue: Queue, item: Item, text: str, previous: str | N
 
 
 async def _redirect_to_next(visit: Visit, tx: AsyncConnection, queue: Queue) -> Response:
-    """Reserve the next item, with new ones if none is left, and redirect to it; to the queue if there is none."""
+    """Reserve the next item and redirect to it. If none is left, draw new ones; if there are none, show the queue."""
     name = await ratings.reserve_next(tx, queue, visit.user.name, _now_ms(visit))
     if name is None and not queue.closed and await queues.draw_items(tx, queue, parse_filter(queue.rules.filter)):
         name = await ratings.reserve_next(tx, queue, visit.user.name, _now_ms(visit))
@@ -231,7 +231,7 @@ def _now_ms(visit: Visit) -> int:
 
 
 async def queue_of_path(tx: AsyncConnection, visit: Visit, *, locked: bool = False) -> Queue:
-    """Return the queue of the path. Raises `NotFound` if it does not exist for the user."""
+    """Return the queue of the path. Raises `NotFound` if the user may not see it."""
     text = visit.path("queue")
     queue = await queues.queue_of(tx, visit.user, int(text), locked=locked) if NUMBER.fullmatch(text) else None
     if queue is None:
@@ -263,19 +263,22 @@ def _answers_of(queue: Queue, item: Item, transcript: Transcript | None, rater: 
 
 
 def _editable(queue: Queue, transcript: Transcript | None) -> tuple[str, str] | None:
-    """Return the content of the fields for an edit, or None for a queue without edits."""
+    """Return text and tool calls for the form of an edit, or None for a queue without edits."""
     if queue.rules.question != "edit" or transcript is None:
         return None
     return transcript.editable or ("", "")
 
 
 def _is_repeated(item: Item) -> bool:
-    """Return whether the item is shown with swapped sides: as reserved, or as the rater has answered last."""
+    """Return whether the item is shown for the second time, with swapped sides.
+
+    The reservation decides, or without one the rater's last verdict.
+    """
     return item.repeated if item.is_reserved or not item.verdicts else bool(item.verdicts[-1]["repeated"])
 
 
 def _buttons(queue: Queue) -> list[tuple[str, str, str]]:
-    """Return value, text and key of each answer."""
+    """Return value, text and keyboard key of each button."""
     rules = queue.rules
     if rules.question == "pair":
         names = {

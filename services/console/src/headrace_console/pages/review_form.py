@@ -1,4 +1,4 @@
-"""The form with which a reviewer makes a review queue."""
+"""The form with which a reviewer creates a review queue."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from headrace_schemas.values.text import printable, storable
 
 _FIELDS = ("tenant", "name", "question", "about", "rubric", "labels", "ratings", "reserved_s", "items_max", "raters")
 _LABELS_MAX = 9
-"""One key each."""
+"""Largest number of labels: each has a digit key."""
 _RATERS_MAX = 100
 _RESERVED_LABELS = frozenset({SAME, BOTH_BAD, "skip", "undo", *SIDES})
 
 
 async def form(visit: Visit) -> Response:
-    """Show the form, with the filter of the query."""
+    """Show the form, filled with the filter of the query."""
     parameters = visit.parameters("tenant", *FILTERS)
     async with visit.transaction() as tx:
         tenants, tenant = await chosen_tenant(tx, visit.user, parameters)
@@ -42,7 +42,7 @@ async def form(visit: Visit) -> Response:
 
 
 async def make(visit: Visit) -> Response:
-    """Store a queue, draw its first items, and show it."""
+    """Store a queue, draw its first items, and redirect to it."""
     form = await visit.fields((*_FIELDS, *FILTERS))
     name = form.get("name", "").strip()
     if QUEUE_NAME.fullmatch(name) is None:
@@ -98,7 +98,7 @@ def rules_of(form: Mapping[str, str]) -> QueueRules:
 
 
 def _list(text: str) -> tuple[str, ...]:
-    """Return the different entries of a list with commas or line breaks."""
+    """Return the entries of a list that is separated by commas or line breaks, without duplicates."""
     return tuple(dict.fromkeys(entry for part in re.split(r"[,\n]", text) if (entry := part.strip())))
 
 

@@ -1,4 +1,4 @@
-"""Rewards by source and outcome, and the two sources that disagree most."""
+"""Page with the rewards of each source by outcome, and the two sources that agree least."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SEED = 0
 
 
 async def rewards(visit: Visit) -> Response:
-    """Show the outcomes of each source in the last days, and how its values are distributed."""
+    """Show the outcomes of each source in the last days, and the distribution of its values."""
     parameters = visit.parameters("tenant", "days")
     text = parameters.get("days") or _DAYS
     if not (text.isascii() and text.isdigit() and 1 <= int(text[:4]) <= _DAYS_MAX and len(text) < 4):
@@ -65,7 +65,7 @@ async def rewards(visit: Visit) -> Response:
 
 
 def _largest_disagreement(scores: Scores) -> tuple[str, PairAgreement, str] | None:
-    """Return the model and the two sources with the lowest kappa, and kappa in words, or None if none is defined."""
+    """Return the model and the two sources with the lowest kappa, and its text, or None if no kappa is defined."""
     pairs = [(model, least_agreeing_pair(by_target.values(), _SEED)) for model, by_target in scores.items()]
     defined = [(pair.kappa.value, model, pair) for model, pair in pairs if pair and pair.kappa.value is not None]
     if not defined:
@@ -75,7 +75,7 @@ def _largest_disagreement(scores: Scores) -> tuple[str, PairAgreement, str] | No
 
 
 def histogram(buckets: Mapping[int, int]) -> list[tuple[str, int]]:
-    """Return label and number of each tenth with rewards, the lowest first."""
+    """Return label and number of rewards of each bucket that has some, in ascending order."""
     return [(_label(bucket), number) for bucket, number in sorted(buckets.items()) if number]
 
 

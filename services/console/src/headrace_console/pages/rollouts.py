@@ -1,4 +1,4 @@
-"""Rollouts: the rule that decides, the evidence so far, and promote, hold and roll back."""
+"""Pages of rollouts: the rule, the evidence so far, and the forms to promote, hold and roll back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ACTIONS = ("promote", "stop", "rollback")
 
 @dataclass(frozen=True, slots=True)
 class MetricRow:
-    """A metric of a rollout: candidate minus champion, its interval, and whether the margin is kept."""
+    """Table row of a metric: the difference candidate minus champion, its interval, the margin, and a verdict."""
 
     name: str
     difference: str
@@ -50,12 +50,12 @@ async def rollout(visit: Visit) -> Response:
         points=rollout_picture.points(rollout, chosen)[-50:],
         is_under_way=rollout.phase in UNDER_WAY,
         can_change=visit.user.has_role("operator") and rollout.phase in UNDER_WAY,
-        sentence=describe(rollout),
+        sentence=describe_rollout(rollout),
     )
 
 
 async def change(visit: Visit) -> Response:
-    """Promote, hold or roll back."""
+    """Apply the action of the path to a rollout: promote, hold or roll back."""
     action = visit.path("action")
     if action not in _ACTIONS:
         raise NotFound
@@ -66,7 +66,7 @@ async def change(visit: Visit) -> Response:
 
 
 def metric_rows(rollout: RolloutState) -> list[MetricRow]:
-    """Return the table of metrics with a verdict in words for each guardrail."""
+    """Return the rows of the table of metrics."""
     return [
         MetricRow(name, difference, lower, upper, margin, _verdict(rollout, name))
         for name, difference, lower, upper, margin in rollout_picture.intervals(rollout)
@@ -74,7 +74,7 @@ def metric_rows(rollout: RolloutState) -> list[MetricRow]:
 
 
 def _verdict(rollout: RolloutState, metric: str) -> str:
-    """Return what the confidence sequence shows about a metric."""
+    """Return the verdict of the confidence sequence on a metric, in words."""
     lower, upper = (rollout.statistics.get(f"{metric}.{end}") for end in ("lower", "upper"))
     if lower is None or upper is None:
         return "not measured yet"
@@ -103,7 +103,7 @@ def draw(rollout: RolloutState, metric: str) -> Markup:
     return charts.interval_chart(title, marks, lines, below=f"units of {rollout.version}")
 
 
-def describe(rollout: RolloutState) -> str:
+def describe_rollout(rollout: RolloutState) -> str:
     """Return the state of a rollout as a sentence."""
     if rollout.phase == "shadow":
         prompts = rollout.statistics.get("shadow_units", 0)

@@ -8,7 +8,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from headrace_console.advantages import Steps, describe, first_version, pushes_by_turn, step_name
+from headrace_console.advantages import Steps, describe_advantage, first_version, step_name, training_sentences
 from headrace_console.drop_reasons import describe_reason
 from headrace_console.pages.page import NotFound, Page, Visit
 from headrace_console.pages.sessions import parse_position
@@ -48,7 +48,7 @@ async def session(visit: Visit) -> Response:
     outcomes = await _outcomes(visit, rows, feedback)
     experiences = [unpack_numbers(row["turns"]) for row in in_order]
     numbers_by_id = {unpack_id(row["name"]): row["id"] for row in rows.turns}
-    pushes = pushes_by_turn(zip(experiences, histories, strict=True), numbers_by_id, steps, texts)
+    sentences = training_sentences(zip(experiences, histories, strict=True), numbers_by_id, steps, texts)
     first = rows.turns[0] if rows.turns else None
     return visit.render(
         "session.html",
@@ -56,7 +56,7 @@ async def session(visit: Visit) -> Response:
         version=texts.get(session["version"], ""),
         statuses=[(session[kind], kind) for kind in tables.STATUSES if session[kind]],
         runs=runs.count,
-        turns=_turns(rows, runs, turns, texts, pushes),
+        turns=_turns(rows, runs, turns, texts, sentences),
         earlier=f"?before={first['at_ms']}.{first['id']}" if first is not None and rows.has_earlier_turns else None,
         experiences=[
             _experience(row, runs, history, steps, texts) for row, history in zip(in_order, histories, strict=True)
@@ -98,7 +98,7 @@ def _turns(
     runs: Runs,
     events: Mapping[tuple[int, int], object],
     texts: Mapping[int, str],
-    pushes: Mapping[int, Sequence[str]],
+    sentences: Mapping[int, Sequence[str]],
 ) -> list[dict[str, object]]:
     """Return the template values of each turn: its numbers, its training, and the messages that the turn adds."""
     entries, previous = [], None
@@ -122,7 +122,7 @@ def _turns(
                 "prompt_tokens": row["prompt_tokens"],
                 "sampled_tokens": row["sampled_tokens"],
                 "latency_ms": row["latency_ms"],
-                "pushes": pushes.get(row["id"], ()),
+                "sentences": sentences.get(row["id"], ()),
                 "has_text": turn is not None,
                 "hidden": turn.message_count - len(messages[-_MESSAGES_MAX:]) if turn is not None else 0,
                 "messages": [message_values(message) for message in messages[-_MESSAGES_MAX:]],
@@ -134,9 +134,9 @@ def _turns(
 
 
 def new_messages(turn: Turn, previous: Turn | None) -> tuple[Message, ...]:
-    """Return the messages of a turn that are not in the turn before it.
+    """Return the messages of a turn that the turn before it does not have.
 
-    A turn that extends another one contains only its new messages.
+    An event that extends another turn contains only the new messages, so all of them are returned.
     """
     if turn.extends is not None or previous is None or previous.extends is not None:
         return turn.messages
@@ -156,7 +156,7 @@ def message_text(message: Message) -> str:
 
 
 def message_values(message: Message) -> dict[str, object]:
-    """Return the role and the text of a message with its tool calls in the text, and its kind as an answer."""
+    """Return the template values of a message: role, text with tool calls, and the label for an answer of this form."""
     kind = "answer" if not message.tool_calls else "answer and tool call" if message.text else "tool call"
     return {"role": message.role, "text": message_text(message), "kind": kind}
 
@@ -207,14 +207,14 @@ def _outcome(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -> str
     step = step_name(entry, steps, texts)
     if entry.kind == "dropped":
         return f"dropped, {texts[entry.reason].replace('_', ' ')} ({step})"
-    effect = describe(entry.advantage)
+    effect = describe_advantage(entry.advantage)
     return f"{entry.kind}{effect and f': {effect}'} ({step})"
 
 
 def reward_values(
     row: Row, events: Mapping[tuple[int, int], object], texts: Mapping[int, str], runs: Runs
 ) -> dict[str, object]:
-    """Return the template values of a reward. Its reason is known while its record is."""
+    """Return the template values of a reward. Its reason is None once its record has expired."""
     event = events.get(position_of(row))
     reward = event if isinstance(event, Reward) else None
     first_turn = runs.first_turns.get(row["trajectory"])
@@ -286,7 +286,7 @@ def feedback_outcomes(
 
 
 def _target_of(event: Feedback) -> tuple[Any, ...]:
-    """Return the key of which the last feedback is valid."""
+    """Return the key of feedback: the last feedback with a key replaces all earlier feedback with it."""
     pair = event.preference.pair if event.preference is not None else ()
     return event.source, event.metric, event.rater, event.about, event.level, event.choice, event.msg_ids, pair
 

@@ -1,4 +1,4 @@
-"""List of sessions with filters, and the way from a response id to its turn."""
+"""List of sessions with filters, and redirects from a response id, a session id, a version or a task to its page."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CHOICES = {
     "status": tables.STATUSES,
 }
 LIST_CHOICES = {**CHOICES, "evaluation": ("hidden", "shown")}
-"""Choices of the list. Review queues have no filter of evaluation sessions."""
+"""Choices of the list's filters. A review queue cannot hide evaluation sessions, so `CHOICES` has no such filter."""
 _POSITIONS = ("after", "before")
 _POSITION = re.compile(r"([0-9]{1,15})\.([0-9]{1,18})")
 _KEY = re.compile(r"[a-z2-7]{16}")
@@ -86,10 +86,10 @@ async def turn(visit: Visit) -> Response:
 
 
 async def find(visit: Visit) -> Response:
-    """Redirect to the turn, the session, the version or the task of this name.
+    """Redirect to the turn, session, version or task that the parameter `q` names.
 
     Raises:
-        Refused: nothing that the user may see has this name (404).
+        Refused: the user may see no record of this name (404).
     """
     text = visit.parameters("q").get("q", "").strip()
     if not text:
@@ -132,7 +132,7 @@ def _queue_query(parameters: Mapping[str, str]) -> str:
 
 
 async def _version_address(tx: AsyncConnection, text: str) -> str | None:
-    """Return the address of the version of this name, or of the sessions of all versions of this name, or None."""
+    """Return the address of the version that `text` names; of the list of sessions if it names several; or None."""
     versions = await queries.texts_of(tx, await queries.numbers_of_versions(tx, text))
     if len(versions) == 1:
         model, _, digest = versions.popitem()[1].partition("@")
@@ -157,10 +157,12 @@ async def _turn_address(tx: AsyncConnection, user: User, turn_id: str) -> str | 
 async def chosen_tenant(
     tx: AsyncConnection, user: User, parameters: Mapping[str, str]
 ) -> tuple[dict[str, int], str | None]:
-    """Return the tenants that a user may see, and the one that a page shows, None if there is none yet.
+    """Return the tenants that a user may see, and the tenant to show: that of the parameter `tenant`, or the first.
+
+    The second value is None if there is no tenant yet.
 
     Raises:
-        NotFound: the parameter `tenant` is none of them.
+        NotFound: the user may not see the tenant of the parameter.
     """
     tenants = await queries.tenants(tx, user.scope)
     tenant = parameters.get("tenant") or next(iter(tenants), None)
@@ -170,7 +172,7 @@ async def chosen_tenant(
 
 
 def parse_position(text: str) -> tuple[int, int]:
-    """Return the position `<ms>.<number>` in a list. Raises `Refused` 400."""
+    """Parse a position in a list, which has the form `<ms>.<number>`. Raises `Refused` 400."""
     match = _POSITION.fullmatch(text)
     if match is None:
         raise Refused(
@@ -180,7 +182,7 @@ def parse_position(text: str) -> tuple[int, int]:
 
 
 def parse_filter(parameters: dict[str, str]) -> Filter:
-    """Return the filter of query parameters. Raises `Refused` 400 for a value that a parameter does not accept."""
+    """Parse the parameters of a query as a filter. Raises `Refused` 400 for a value that is not permitted."""
     for name, choices in LIST_CHOICES.items():
         text = parameters.get(name)
         if text is not None and text not in choices:
@@ -216,17 +218,17 @@ def parse_filter(parameters: dict[str, str]) -> Filter:
 
 
 def parse_time(text: str) -> datetime:
-    """Return a time in UTC, as the pages print it or in ISO 8601. Raises `ValueError`."""
+    """Parse a time in UTC, in the format of the pages or in ISO 8601. Raises `ValueError` for other texts."""
     plain = text.strip().removesuffix("UTC").strip()
     for form in ("%d %b %Y %H:%M:%S", "%d %b %Y %H:%M", "%d %b %Y"):
         with contextlib.suppress(ValueError):
             return datetime.strptime(plain, form).replace(tzinfo=UTC)
-    moment = datetime.fromisoformat(plain)
-    return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
+    time = datetime.fromisoformat(plain)
+    return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
 
 
 def _session(row: queries.Row, texts: dict[int, str]) -> dict[str, object]:
-    """Return the values that the list shows of a session."""
+    """Return the template values of a session in the list."""
     thumb = next((name for name, value in THUMBS.items() if value == row["thumb"]), "")
     statuses = [f"{row[kind]} {kind}" for kind in tables.STATUSES if row[kind]]
     return {

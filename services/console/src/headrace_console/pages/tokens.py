@@ -1,4 +1,4 @@
-"""The tokens of one turn: how each was sampled, how probable it was and is now, and whether it was trained."""
+"""Page with the tokens of one turn: how each was sampled, its probability then and now, and whether it was trained."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from headrace_schemas.values.text import printable
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Turn that the user may see, with its session and its outcomes of training."""
+    """Turn that the user may see, with its session and the outcomes of its training."""
 
     session: Row
     row: Row
@@ -76,7 +76,7 @@ async def tokens(visit: Visit) -> Response:
         now=now,
         has_now=bool(logprobs),
         problem=problem,
-        pushes=target.training.sentences,
+        sentences=target.training.sentences,
         trained=await _trained(visit, target, turn, choice),
         served=visit.parts.replicas.versions(turn.model),
         too_long=turn.usage.prompt_tokens + len(turn.choices[choice].token_ids) > TOKENS_MAX,
@@ -111,7 +111,7 @@ async def compute(visit: Visit) -> Response:
 
 
 async def _target(visit: Visit) -> _Target:
-    """Return the turn of the path. Raises `NotFound`, for a turn of another tenant, too."""
+    """Return the turn of the path. Raises `NotFound`, also if the user may not see its tenant."""
     session = await find_session(visit)
     row = await find_turn(visit, session, visit.path("turn"))
     async with visit.transaction() as tx:

@@ -1,4 +1,4 @@
-"""The session and the turn that a request names, and the whole prompt of a turn."""
+"""Look-up of the session and the turn that a path names, and of the whole prompt of a turn."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from headrace_schemas.values.errors import InvalidEvent
 
 NUMBER = re.compile(r"[0-9]{1,18}")
 _EARLIER_TURNS_MAX = 256
-"""Earlier turns that are read for the prompt of a turn that contains only its end."""
+"""Largest number of earlier turns that are read to complete a prompt of which the event has only the end."""
 
 
 async def find_session(visit: Visit) -> Row:
-    """Return the session of the path. Raises `NotFound`, for a session of another tenant, too."""
+    """Return the session of the path. Raises `NotFound`, also if the user may not see its tenant."""
     async with visit.transaction() as tx:
         session = await queries.session_of(tx, visit.user.scope, visit.path("key"))
     if session is None:
@@ -44,7 +44,7 @@ async def read_turn(visit: Visit, row: Row) -> Turn | None:
 
 
 async def whole_turn(visit: Visit, turn: Turn) -> Turn:
-    """Return a turn with its whole prompt. Raises `Refused` 409 if an earlier turn has expired."""
+    """Return a turn with its whole prompt, which may be in earlier turns. Raises `Refused` 409 if one has expired."""
     chain = [turn]
     problem = "The prompt cannot be put together: an earlier turn has expired, or the bus does not answer."
     while (reference := chain[-1].extends) is not None:

@@ -1,4 +1,4 @@
-"""The answers about the items of a queue: of its raters, and of judges as one more column."""
+"""The answers to the items of a queue, by raters and by judges."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from headrace_console.read_model.queues import Queue, nearest_score, of_queue, v
 from headrace_console.read_model.verdicts import SAME, pair_of
 
 ITEMS_MAX = 500
-"""Items of the random part that are compared, the last drawn ones first."""
+"""Largest number of compared items: those of the random part that were drawn last."""
 _JUDGE_PREFIX = "judge:"
 _ROWS_MAX = 20_000
 
 
 @dataclass(slots=True)
 class AnsweredItem:
-    """An item of the random part with its answers."""
+    """An item that was drawn at random, with its answers."""
 
     id: str
     session: int
     session_key: str
     turn: int
     choices: int
-    """Answers of the turn."""
+    """Number of answers of the turn."""
     by_rater: dict[str, Hashable] = field(default_factory=dict)
     """Valid answer by rater: a number for a score, otherwise a text."""
     by_judge: dict[str, Hashable] = field(default_factory=dict)
+    """Answer by judge, as its reward implies it."""
     verdicts: list[Row] = field(default_factory=list)
     """All verdicts, in the order of their numbers."""
 
@@ -63,7 +64,7 @@ async def random_items(tx: AsyncConnection, queue: Queue) -> list[AnsweredItem]:
 
 
 async def _add_judges(tx: AsyncConnection, queue: Queue, items: Sequence[AnsweredItem]) -> None:
-    """Add the answer that the reward of each judge amounts to. A label or an edit has no reward to compare it with."""
+    """Add the answers that the rewards of judges imply. No reward implies a label or an edit."""
     if queue.rules.question in ("label", "edit"):
         return
     sessions = tables.sessions
@@ -84,7 +85,7 @@ async def _add_judges(tx: AsyncConnection, queue: Queue, items: Sequence[Answere
 
 
 def _answer_of(queue: Queue, item: AnsweredItem, rewards: Sequence[Row]) -> Hashable | None:
-    """Return the answer of a judge: the nearest score, or the answer of a pair with the higher reward."""
+    """Return the answer that a judge's rewards imply: the nearest score, or the choice with the higher reward."""
     about_turn = {row["choice"]: row["value"] for row in rewards if row["turn"] == item.turn and item.turn}
     if queue.rules.question == "pair":
         return _better(item, about_turn)
@@ -96,7 +97,7 @@ def _answer_of(queue: Queue, item: AnsweredItem, rewards: Sequence[Row]) -> Hash
 
 
 def _better(item: AnsweredItem, values: Mapping[int, float]) -> Hashable | None:
-    """Return the compared answer with the higher reward, or None unless both have one."""
+    """Return the choice of a pair with the higher reward, or None if a choice has no reward."""
     first, second = pair_of(item.id, item.choices)
     if first not in values or second not in values:
         return None

@@ -1,8 +1,9 @@
-"""Effect of a batch of events on the rows, in the transaction that also stores the positions.
+"""Application of a batch of events to the rows of the read model.
 
-A batch loads every row that its events may change, applies the events in memory and writes the rows at once. Counts
-change by the difference between the contributions of the turns of the batch before and after. All effects are
-idempotent and independent of the order of events, so a batch may be read again after a crash.
+A batch loads every row that its events may change, applies the events in memory and writes the rows, all in the
+transaction that also stores the positions. A turn contributes to counts by its status: counts change by the difference
+of these contributions before and after the batch. Applying an event twice, or in another order, gives the same rows, so
+a batch may be read again after a crash.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ from headrace_schemas.values.ids import derived_id, key_of_response
 
 
 @dataclass(frozen=True, slots=True)
-class Fact:
-    """An event with its place on its topic."""
+class LogEvent:
+    """An event with its partition and offset on its topic."""
 
     event: Event
     partition: int
@@ -70,12 +71,12 @@ class _Snapshot:
 
 
 Summary = tuple[int, int, int]
-"""Session, status and sampled tokens of a turn, as its session counts them. Status 0 is not counted."""
+"""Contribution of a turn to its session: the session, the status and the sampled tokens. Status 0 is not counted."""
 _NOT_COUNTED: Summary = (0, 0, 0)
 
 
 class Batch:
-    """Rows of one batch. Either `apply` or `remove` is called once."""
+    """Rows that one batch changes. Call either `apply` or `remove`, once."""
 
     def __init__(self, tx: AsyncConnection, names: Names, *, titles: bool, day: int) -> None:
         """Create an empty batch.
@@ -108,8 +109,11 @@ class Batch:
         """Return the session of an event, a stub if no event of it was read before. Its `read_day` becomes today."""
         return self._session(event.session_key, self._names.number(event.tenant))
 
-    def home_of(self, turn_id: str, session: SessionRow) -> SessionRow:
-        """Return the session of a turn that an event of `session` names: the one whose key is in its id, if any."""
+    def session_of_turn(self, turn_id: str, session: SessionRow) -> SessionRow:
+        """Return the session of a turn that an event of `session` names.
+
+        It is the session whose key is in the turn's id; without such a key it is `session`.
+        """
         key = key_of_response(turn_id)
         return session if key in (None, session.session_key) else self._session(key, session.tenant)
 
@@ -129,16 +133,16 @@ class Batch:
         """Return the lineage and the number of the save that an event reports."""
         return self._names.number(event.lineage), event.account
 
-    async def apply(self, facts: Sequence[Fact]) -> None:
+    async def apply(self, log_events: Sequence[LogEvent]) -> None:
         """Apply events, and write all rows that they change."""
-        events = [fact.event for fact in facts]
+        events = [log_event.event for log_event in log_events]
         await self._begin()
         await self._load_named(events)
         await self._load_members(events)
         await self.side.load(self._tx, events, self)
         before = await self._snapshot()
-        for fact in facts:
-            self._effects.apply(fact.event, fact.partition, fact.offset)
+        for log_event in log_events:
+            self._effects.apply(log_event.event, log_event.partition, log_event.offset)
             await asyncio.sleep(0)
         await self.side.store_steps(self._tx)
         await self._store(before)
@@ -198,7 +202,7 @@ class Batch:
             await rows.begin(self._tx)
 
     async def _load_named(self, events: Iterable[Event]) -> None:
-        """Load the rows that events name."""
+        """Load the rows that the events name by id or key."""
         sessions: set[tuple[str, int]] = set()
         turns: set[tuple[bytes, int]] = set()
         trajectories: set[tuple[bytes]] = set()
@@ -242,7 +246,7 @@ class Batch:
         await self.sessions.load_ids(tx, (row.session for row in self.experiences))
 
     async def _load_refused(self, letters: Collection[DeadLetter]) -> None:
-        """Load the rows whose events were dead-lettered. The key of a refused experience is that of its session."""
+        """Load the rows of dead-lettered events. Refused experiences are loaded by the keys of their sessions."""
         tx, refused = self._tx, {pack_id(letter.source_id) for letter in letters}
         await self.turns.load_names(tx, refused)
         await self.trajectories.load_where(tx, "name", refused)
@@ -289,7 +293,7 @@ class Batch:
     async def _summarize(
         self, states: Mapping[int, TurnState], statuses: Statuses, before: Mapping[int, Summary]
     ) -> None:
-        """Set the status of each turn in the lineage that reported last on its model, and adjust its session."""
+        """Set the status of each turn, which is that in its model's latest lineage, and adjust the turn's session."""
         lineages = await self.side.latest_lineages(self._tx, {state.model for state in states.values()})
         after = dict.fromkeys(before, _NOT_COUNTED)
         async for turn in with_pauses(self.turns):

@@ -1,4 +1,4 @@
-"""Effect of each event on the loaded rows."""
+"""Changes that each kind of event makes to the loaded rows."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 TITLE_LENGTH = 80
 _ERROR_LENGTH_MAX = 300
 _EDIT_DIGITS = 8
-_GOOD = 0.5
-"""Values above are thumbs up, values below thumbs down."""
+_THUMB_THRESHOLD = 0.5
+"""A value above it is a thumb up, a value below it a thumb down."""
 
 
 class EventEffects:
@@ -78,14 +78,14 @@ class EventEffects:
     def _turn(self, tenant: str, turn_id: str, session: SessionRow) -> TurnRow:
         """Return the row of a turn, a stub if its event was not read."""
         turn = self._batch.turns.add(pack_id(turn_id), self._names.number(tenant))
-        turn.session = turn.session or self._batch.home_of(turn_id, session).id
+        turn.session = turn.session or self._batch.session_of_turn(turn_id, session).id
         turn.refused = turn.refused or turn.name in self._batch.side.refusals
         return turn
 
     def _add_turn(self, event: Turn, partition: int, offset: int) -> None:
         names, session = self._names, self._session(event)
         turn = self._turn(event.tenant, event.turn_id, session)
-        turn.session = self._batch.home_of(event.turn_id, session).id
+        turn.session = self._batch.session_of_turn(event.turn_id, session).id
         turn.model, turn.version = names.number(event.model), names.shared_number(event.version, is_open=True)
         turn.at_ms, turn.partition, turn.log_offset = epoch_ms(event.time), partition, offset
         turn.prompt_tokens, turn.sampled_tokens = event.usage.prompt_tokens, event.usage.completion_tokens
@@ -101,10 +101,10 @@ class EventEffects:
             session.title = _first_words(event)
         if turn.at_ms >= session.last_ms:
             session.version = turn.version
-        self._see_session(session, event, turn.at_ms)
+        self._update_session(session, event, turn.at_ms)
         session.flags |= tables.FLAGS.get(arm or "", 0)
 
-    def _see_session(self, session: SessionRow, event: Turn | Trajectory, at_ms: int) -> None:
+    def _update_session(self, session: SessionRow, event: Turn | Trajectory, at_ms: int) -> None:
         session.session_id, session.model = event.session_id, self._names.number(event.model)
         session.task_id = event.task_id or session.task_id
         session.began_ms = min(session.began_ms or at_ms, at_ms)
@@ -135,7 +135,7 @@ class EventEffects:
         if facts.ingested:
             if event.versions and at_ms >= session.last_ms:
                 session.version = names.shared_number(event.versions[-1], is_open=True)
-            self._see_session(session, event, at_ms)
+            self._update_session(session, event, at_ms)
 
     def _reason_numbers(self, reasons: Mapping[str, str], turns: Mapping[str, TurnRow]) -> Mapping[int, int]:
         return {turns[turn_id].id: self._names.shared_number(text) for turn_id, text in reasons.items()}
@@ -184,12 +184,12 @@ class EventEffects:
             turn = self._turn(event.tenant, event.msg_ids[0], session).id if event.msg_ids else 0
             self._batch.side.add_verdict(verdict, session, turn, offset)
         if event.about == "edit":
-            self._note_edit(session, event)
+            self._update_edits(session, event)
         if event.value is not None:
-            session.thumb = (event.value > _GOOD) - (event.value < _GOOD)
+            session.thumb = (event.value > _THUMB_THRESHOLD) - (event.value < _THUMB_THRESHOLD)
 
-    def _note_edit(self, session: SessionRow, event: Feedback) -> None:
-        """Set the mark of the session, which it has while one of its edits is valid."""
+    def _update_edits(self, session: SessionRow, event: Feedback) -> None:
+        """Add or remove an edit of the session. The session has the flag `edited` while one of its edits is valid."""
         edit = derived_id("edit", event.source, event.rater, *event.answer)[:_EDIT_DIGITS]
         other_edits = [other for other in session.edits if other != edit]
         session.edits = other_edits if event.withdrawn else [*other_edits, edit][-EDITS_MAX:]

@@ -1,6 +1,7 @@
-"""Reads topics into the read model, and single records by their offsets.
+"""Readers of the bus: one applies all records of the topics to the read model, one reads single records by offset.
 
-There is no consumer group: the position is stored in the database with the effect.
+There is no consumer group. The position on each partition is stored in the database, in the transaction that applies
+the records.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
-from headrace_console.read_model.batch import Batch, Fact
+from headrace_console.read_model.batch import Batch, LogEvent
 from headrace_console.read_model.portions import upsert_all
 from headrace_console.read_model.queries import Row, position_of
 from headrace_console.read_model.retention import delete_expired
@@ -56,20 +57,24 @@ TOPICS = tuple(
     )
 )
 _BATCH_MAX = 100
-"""Records of one transaction on SQLite, where pages wait for it."""
+"""Largest number of records of one transaction on SQLite, where pages wait for the transaction."""
 _BATCH_FACTOR = 10
-"""Times more records of one transaction on PostgreSQL. A row that several of them change is written once."""
+"""Factor of this number on PostgreSQL. Larger batches are faster, because a row that several records change is written
+once."""
 _RETENTION_INTERVAL_S = 60.0
 _RECONNECT_S = 0.5
 _LOCK = 0x636F6E73  # "cons"; key of PostgreSQL's lock for the process that writes
 _POLL_MS = 1_000
 _READ_MS = 2_000
 _FETCH_WAIT_MS = 10
-"""Time that the bus holds a request for records after the last one. The next reading waits for this request."""
+"""Time for which the bus holds a fetch request if it has no records. The next read must wait for this request."""
 
 
 class TopicFollower:
-    """Applies every record of `TOPICS` to the read model once. `following` is set while it is connected."""
+    """Consumer that applies each record of `TOPICS` once to the read model.
+
+    `following` is set while it is connected.
+    """
 
     def __init__(
         self,
@@ -89,7 +94,7 @@ class TopicFollower:
             database: the database of the read model.
             blobs: the store of large events.
             clock: the clock.
-            changed: called after each batch, with its topics.
+            changed: called after each batch with the topics of its records.
             titles: whether the first characters of each session are stored.
             retention_days: days for which sessions are stored.
         """
@@ -137,8 +142,8 @@ class TopicFollower:
     async def process(self, records: Sequence[Record]) -> None:
         """Apply records and store their positions in one transaction. Records before a stored position are skipped.
 
-        A record that cannot be decoded has no effect, because its own consumer dead-letters it. A record whose effect
-        fails is logged and skipped, so that it does not stop the others.
+        A record that cannot be decoded has no effect, because the service that it is for dead-letters it. A record that
+        cannot be applied is logged and skipped, so that it does not stop the others.
         """
         decoder = BatchDecoder(self._clock)
         events = [await self._decode(record, decoder) for record in records]
@@ -173,7 +178,7 @@ class TopicFollower:
         return epoch_ms(self._clock.now()) // tables.DAY_MS
 
     async def _decode(self, record: Record, decoder: BatchDecoder) -> Event | None:
-        await asyncio.sleep(0)  # a small record is decoded without a pause
+        await asyncio.sleep(0)  # decoding a small record does not yield to other tasks
         try:
             return (await decoder.decode(record, self._blobs)).event
         except InvalidEvent:
@@ -192,12 +197,12 @@ class TopicFollower:
     async def _commit(self, records: Sequence[Record], events: Sequence[Event | None]) -> None:
         async with self._database.transaction() as tx:
             reached = await _positions(tx, locked=True)
-            facts = [
-                Fact(event, record.partition, record.offset)
+            log_events = [
+                LogEvent(event, record.partition, record.offset)
                 for record, event in zip(records, events, strict=True)
                 if event is not None and record.offset >= reached.get((record.topic, record.partition), 0)
             ]
-            await Batch(tx, self._names, titles=self._titles, day=self._day()).apply(facts)
+            await Batch(tx, self._names, titles=self._titles, day=self._day()).apply(log_events)
             for record in records:
                 partition = record.topic, record.partition
                 reached[partition] = max(reached.get(partition, 0), record.offset + 1)
@@ -215,7 +220,11 @@ def batch_max(database: Database) -> int:
 
 
 async def _positions(tx: AsyncConnection, *, locked: bool = False) -> dict[tuple[str, int], int]:
-    """Return the next offset by topic and partition. `locked`: no other process may write in the meantime."""
+    """Return the next offset by topic and partition.
+
+    Args:
+        locked: whether to keep other processes from writing until the transaction ends.
+    """
     if locked and tx.dialect.name == "postgresql":  # SQLite has one writer at a time
         await tx.execute(select(func.pg_advisory_xact_lock(_LOCK)))
     rows = await tx.execute(select(tables.positions))
@@ -236,7 +245,7 @@ def _ranges(offsets: Collection[int]) -> Iterator[tuple[int, int]]:
 
 
 class RecordReader:
-    """Reads single events by topic, partition and offset. Calls run one after the other."""
+    """Reader of single events by topic, partition and offset. Concurrent calls run one after the other."""
 
     def __init__(self, bus: BusSettings, blobs: BlobStore, clock: Clock) -> None:
         self._bus = bus

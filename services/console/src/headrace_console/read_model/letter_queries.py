@@ -13,7 +13,7 @@ from headrace_console.read_model.packing import pack_id
 from headrace_console.read_model.queries import Row, first_row, numbers_of, read_rows, texts_of
 
 GROUPED_MAX = 50_000
-"""Letters that the list of groups counts at most."""
+"""Largest number of letters that the list of groups counts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ async def letter_groups(tx: AsyncConnection, state: str) -> list[LetterGroup]:
 async def letters_of(
     tx: AsyncConnection, group: LetterGroup, state: str, *, after: tuple[int, int] | None, limit: int
 ) -> Sequence[Row]:
-    """Return letters of a group in a state, the oldest first, from the one after a position on."""
+    """Return the letters of a group in a state that follow the position `after`, the oldest first."""
     table, names = tables.letters, (group.service, group.topic, group.reason)
     numbers = await numbers_of(tx, names)
     if not all(name in numbers for name in names):
@@ -73,7 +73,7 @@ async def letter_of(tx: AsyncConnection, letter_id: str) -> Row | None:
 
 
 async def refusal_reasons(tx: AsyncConnection, event_ids: Collection[str]) -> dict[str, str]:
-    """Return the reason of each of these events that was dead-lettered and not retried."""
+    """Return the reason of the refusal, by event id, for those events that were dead-lettered and not retried."""
     table, subjects = tables.letters, {pack_id(event_id): event_id for event_id in event_ids}
     if not subjects:
         return {}

@@ -1,7 +1,7 @@
 """Compact forms of ids and of lists of row numbers.
 
-A response id takes 26 bytes in place of 58, and an event id 16 in place of 36. Both can be unpacked. The id of a turn
-takes 16 bytes in a row that belongs to a session, because the session's key is the rest of it.
+A response id takes 26 bytes in place of 58, and an event id 16 in place of 36. Both can be unpacked. A row of a turn
+stores only the last 16 bytes of the turn's response id, because the others are the key of its session.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def pack_id(text: str) -> bytes:
 
 
 def unpack_id(packed: bytes) -> str:
-    """Return the id that `pack_id` has packed."""
+    """Restore an id from its compact form."""
     if len(packed) == _RESPONSE_BYTES:
         return f"{RESPONSE_PREFIX}{unpack_key(packed[:_KEY_BYTES])}-{packed[_KEY_BYTES:].hex()}"
     if len(packed) < _RESPONSE_BYTES:
@@ -52,26 +52,29 @@ def pack_key(text: str) -> bytes:
 
 
 def unpack_key(packed: bytes) -> str:
-    """Return the session key that `pack_key` has packed."""
+    """Restore a session key from its compact form."""
     return base64.b32encode(packed).decode().lower()
 
 
 def split_turn(packed: bytes) -> tuple[str | None, bytes]:
-    """Return the session key that is in a packed turn id, None if there is none, and the bytes that a row stores."""
+    """Divide a packed turn id into its session key and the bytes that a row stores. The key is None if it has none."""
     if len(packed) == _RESPONSE_BYTES:
         return unpack_key(packed[:_KEY_BYTES]), packed[_KEY_BYTES:]
     return None, packed + b"\0" if len(packed) == TAIL_BYTES else packed
 
 
 def join_turn(session_key: str, stored: bytes) -> bytes:
-    """Return the packed turn id that `split_turn` has split."""
+    """Join a session key and the bytes that a row stores to a packed turn id: the inverse of `split_turn`."""
     if len(stored) == TAIL_BYTES:
         return pack_key(session_key) + stored
     return stored[:TAIL_BYTES] if len(stored) == TAIL_BYTES + 1 else stored
 
 
 def pack_numbers(numbers: Iterable[int]) -> bytes:
-    """Return row numbers as differences of 7 bits per byte, so that a number near the previous one takes one byte."""
+    """Return the compact form of row numbers: differences as variable-length integers with 7 bits per byte.
+
+    A number near the previous one takes one byte.
+    """
     packed, previous = bytearray(), 0
     for number in numbers:
         difference, previous = number - previous, number
@@ -84,7 +87,7 @@ def pack_numbers(numbers: Iterable[int]) -> bytes:
 
 
 def unpack_numbers(packed: bytes) -> tuple[int, ...]:
-    """Return the row numbers that `pack_numbers` has packed."""
+    """Restore row numbers from their compact form."""
     numbers, number, rest, shift = [], 0, 0, 0
     for byte in packed:
         rest |= (byte & _BITS) << shift

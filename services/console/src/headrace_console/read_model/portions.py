@@ -1,4 +1,4 @@
-"""Statements and loops in portions, so that the event loop is free again after a few milliseconds."""
+"""Statements and loops that work in portions, so that each blocks the event loop for at most a few milliseconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace_runtime.storage.tables import portions, upsert_statement
 
 T = TypeVar("T")
 _ITEMS_AT_ONCE = 100
-"""Events or rows that are evaluated before other tasks run."""
+"""Number of events or rows that are processed before other tasks run."""
 
 
 async def with_pauses(items: Iterable[T]) -> AsyncIterator[T]:
@@ -39,7 +39,8 @@ async def upsert_all(
         table: the table.
         key: the columns of the primary key.
         rows: the rows, all with the same columns.
-        added: the columns to which the row's values are added instead.
+        added: the columns in which the row's values are added to the stored ones. If there are any, other columns of
+            existing rows are not changed.
     """
     if not rows:
         return

@@ -1,4 +1,4 @@
-"""Queries of the pages. Each reads a bounded number of rows through an index."""
+"""Queries for the pages. Each reads a bounded number of rows through an index."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from headrace_schemas.values.ids import RESPONSE_PREFIX, created_ms
 Row = Mapping[str, Any]
 PAGE_ROWS = 100
 SEARCHED_MAX = 5_000
-"""Sessions that one page reads at most to find those that match filters without an index."""
+"""Largest number of sessions that one page reads to check filters without an index."""
 SESSION_TURNS_MAX = 200
 _CALL_MS_MAX = 3_600_000
-"""Longest time of a call whose session is found by the end of its response id."""
+"""Longest duration of a call that `turn_of_tail` finds."""
 _VERSION = re.compile(r"(?:([^@]+)@)?([0-9a-f]{12,64})")
-"""Name of a version, as a whole or as pages show it."""
+"""Name of a version: complete, or shortened as pages show it."""
 _VERSIONS_MAX = 16
 _SESSION_ROWS_MAX = 1_000
 
@@ -52,14 +52,14 @@ async def first_row(tx: AsyncConnection, query: Select[Any]) -> Row | None:
 
 
 async def numbers_of(tx: AsyncConnection, texts: Iterable[str]) -> dict[str, int]:
-    """Return the numbers of those texts that have one."""
+    """Return the number of each text that is stored in the table of names."""
     table = tables.names
     rows = await tx.execute(select(table.c.name, table.c.id).where(table.c.name.in_(list(texts))))
     return {row.name: row.id for row in rows}
 
 
 async def numbers_of_versions(tx: AsyncConnection, name: str) -> list[int]:
-    """Return the numbers of the versions with a name, which may be short: without model, and with a cut digest."""
+    """Return the numbers of the versions whose name matches. `name` may lack the model and the end of the digest."""
     table, match = tables.names, _VERSION.fullmatch(name)
     if match is None:
         return list((await numbers_of(tx, [name])).values()) if "@" in name else []
@@ -109,7 +109,7 @@ async def _distinct(tx: AsyncConnection, column: ColumnElement[int]) -> list[int
 
 
 async def latest_lineage(tx: AsyncConnection, model: int) -> int | None:
-    """Return the lineage of a model that reported last, or None before the first report."""
+    """Return the lineage of a model whose training report is the newest, or None before the first report."""
     table = tables.steps
     return await tx.scalar(
         select(table.c.lineage).where(table.c.model == model).order_by(table.c.at_us.desc()).limit(1)
@@ -117,12 +117,12 @@ async def latest_lineage(tx: AsyncConnection, model: int) -> int | None:
 
 
 async def latest_lineages(tx: AsyncConnection) -> dict[int, int | None]:
-    """Return the lineage of each model that reported last."""
+    """Return, for each model, the lineage whose training report is the newest."""
     return {model: await latest_lineage(tx, model) for model in await _distinct(tx, tables.steps.c.model)}
 
 
 async def counts(tx: AsyncConnection, scope: Scope) -> Counts:
-    """Return the counts of all turns in the lineage that reported last on each model."""
+    """Count all turns by status. The status of a turn is that in its model's latest lineage (`latest_lineage`)."""
     table, latest = tables.counts, await latest_lineages(tx)
     total = func.sum(table.c.turns)
     query = select(table.c.model, table.c.lineage, table.c.status, total)
@@ -151,21 +151,21 @@ async def session_of(tx: AsyncConnection, scope: Scope, key: str) -> Row | None:
 
 
 def turns_query() -> Select[Any]:
-    """Return the query of turns with the keys and the tenants of their sessions."""
+    """Return a query for turns, joined with the keys and the tenants of their sessions."""
     turns, sessions = tables.turns, tables.sessions
     query = select(turns, sessions.c.session_key, sessions.c.tenant)
     return query.join(sessions, sessions.c.id == turns.c.session)
 
 
 def captured_turns(session: int) -> Select[Any]:
-    """Return the query of the captured turns of a session, the newest first."""
+    """Return a query for the captured turns of a session, the newest first."""
     table = tables.turns
     query = turns_query().where(table.c.session == session, table.c.log_offset >= 0)
     return query.order_by(table.c.at_ms.desc(), table.c.id.desc())
 
 
 async def read_turns(tx: AsyncConnection, query: Select[Any]) -> list[Row]:
-    """Return the rows of a query of turns with the whole packed ids as their names."""
+    """Return the rows of a query for turns. `name` becomes the complete packed response id."""
     rows = await read_rows(tx, query)
     return [{**row, "name": join_turn(row["session_key"], row["name"])} for row in rows]
 
@@ -188,7 +188,8 @@ async def turn_of(tx: AsyncConnection, scope: Scope, turn_id: str) -> tuple[Row,
 async def turn_of_tail(tx: AsyncConnection, scope: Scope, tail: str) -> tuple[Row, Row] | None:
     """Return the session and the turn whose response id ends in these 32 digits, or None.
 
-    The digits begin with the time of the call, so the last `SEARCHED_MAX` sessions that had begun by then are searched.
+    The digits begin with the time of the call. The search covers the last `SEARCHED_MAX` sessions of each tenant that
+    had begun by then.
     """
     table = tables.sessions
     until_ms = created_ms(tail) + _CALL_MS_MAX
@@ -214,14 +215,14 @@ def position_of(row: Row) -> tuple[int, int]:
 
 
 async def has_turns_after(tx: AsyncConnection, turn: Row, number: int) -> bool:
-    """Return whether `number` captured turns of its session or more follow a turn."""
+    """Return whether at least `number` captured turns of its session follow a turn."""
     table = tables.turns
     later = tuple_(table.c.at_ms, table.c.id) > tuple_(turn["at_ms"], turn["id"])
     return len(await read_rows(tx, captured_turns(turn["session"]).where(later).limit(number))) >= number
 
 
 def rewards_query(*columns: ColumnElement[Any]) -> Select[Any]:
-    """Return the query of rewards with `columns` of their sessions, which their trajectories name."""
+    """Return a query for rewards, joined through their trajectories with `columns` of their sessions."""
     rewards, trajectories, sessions = tables.rewards, tables.trajectories, tables.sessions
     joined = rewards.join(trajectories, trajectories.c.id == rewards.c.trajectory)
     return select(rewards, *columns).select_from(joined.join(sessions, sessions.c.id == trajectories.c.session))
@@ -229,7 +230,10 @@ def rewards_query(*columns: ColumnElement[Any]) -> Select[Any]:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecords:
-    """Rows of one session: its last turns in order, its experiences, rewards and feedback, and the texts of numbers."""
+    """Rows of one session: its last turns, the oldest first, and its newest experiences, rewards and feedback.
+
+    `texts` has the texts for the numbers in these rows.
+    """
 
     turns: Sequence[Row]
     has_earlier_turns: bool
@@ -242,7 +246,12 @@ class SessionRecords:
 async def session_records(
     tx: AsyncConnection, session: int, before: tuple[int, int] | None = None, turns_max: int = SESSION_TURNS_MAX
 ) -> SessionRecords:
-    """Return the rows of a session. `before`: time and number of the turn before which the turns end."""
+    """Return the rows of a session.
+
+    Args:
+        before: time and number of a turn. Only earlier turns are returned; None returns the last turns.
+        turns_max: largest number of turns.
+    """
     table, newest = tables.turns, captured_turns(session)
     if before is not None:
         newest = newest.where(tuple_(table.c.at_ms, table.c.id) < tuple_(*before))
@@ -273,7 +282,7 @@ async def _newest_rows(tx: AsyncConnection, query: Select[Any], order: ColumnEle
 
 
 async def steps(tx: AsyncConnection, model: str, limit: int = 400) -> list[Row]:
-    """Return the last training steps of a model in the lineage that reported last, the oldest first."""
+    """Return the last training steps of a model in its latest lineage (`latest_lineage`), the oldest first."""
     table, number = tables.steps, (await numbers_of(tx, [model])).get(model, 0)
     query = select(table).where(table.c.model == number).order_by(table.c.at_us.desc()).limit(limit)
     rows = await read_rows(tx, query)

@@ -1,7 +1,7 @@
 """Review queues: their rules, the items that they draw from sessions, and the progress of raters.
 
-Every function needs the transaction of the caller. Functions that change a queue lock its row first, so that two raters
-do not get one place.
+Every function runs in the transaction of the caller. Functions that change a queue need a locked queue (`queue_of`), so
+that two raters do not reserve the same rating of an item.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headrace_runtime.storage.tables import insert_new
 from headrace_schemas.values.base import Model
 
 QUEUES_MAX = 200
-"""Queues of one tenant, with those that are closed."""
+"""Largest number of queues of one tenant, including closed ones."""
 ITEMS_MAX = 2_000
 RANGE_SESSIONS = 1_000
 """Newest sessions of the range from which items are drawn at random."""
@@ -35,7 +35,7 @@ SCORES = ("0", "0.25", "0.5", "0.75", "1")
 
 
 def nearest_score(value: float) -> float:
-    """Return the score that a rater would give for a value."""
+    """Return the score of `SCORES` that is nearest to a value."""
     return min(map(float, SCORES), key=lambda score: abs(score - value))
 
 
@@ -47,11 +47,11 @@ class QueueRules(Model):
     rubric: str = Field(min_length=1, max_length=4000)
     labels: tuple[str, ...] = ()
     ratings: int = Field(default=1, ge=1, le=5)
-    """Raters of each item."""
+    """Number of raters of each item."""
     reserved_s: int = Field(default=600, ge=60, le=86_400)
     items_max: int = Field(default=200, ge=1, le=ITEMS_MAX)
     raters: tuple[str, ...] = ()
-    """Names of the raters, or empty for all of the tenant."""
+    """Names of the raters; empty if all raters of the tenant may rate."""
     filter: dict[str, str] = Field(default_factory=dict)
     """Query parameters of the list of sessions."""
 
@@ -76,14 +76,14 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Number of the items of a queue, and of those that each rater has rated."""
+    """Number of a queue's items, and the number of them that each rater has rated."""
 
     items: int
     by_rater: Mapping[str, int]
 
 
 def of_queue(queue: Queue) -> ColumnElement[bool]:
-    """Return the condition that an item is one of the queue."""
+    """Return the condition that an item belongs to the queue."""
     table = review_tables.items
     return (table.c.tenant == queue.tenant) & (table.c.queue == queue.name)
 
@@ -157,8 +157,8 @@ def valid_verdicts() -> Subquery:
 async def draw_items(tx: AsyncConnection, queue: Queue, selection: Filter) -> int:
     """Add the next items to a queue, and return their number.
 
-    With a filter, at least a fifth of the items is drawn at random from the sessions of its range, whatever the filter
-    selects. Without one, all are.
+    With a filter, at least a fifth of the items is drawn at random from all sessions of the filter's time range.
+    Without a filter, all items are drawn so.
 
     Args:
         tx: the transaction.
@@ -174,9 +174,9 @@ async def draw_items(tx: AsyncConnection, queue: Queue, selection: Filter) -> in
     is_filtered = selection != Filter(since_ms=selection.since_ms)
     chosen: dict[str, tuple[int, int]] = {}
     if is_filtered:
-        chosen = await _matching(tx, queue, selection, max(1, count * 4 // 5))
+        chosen = await _draw_matching(tx, queue, selection, max(1, count * 4 // 5))
         count = (len(chosen) + 3) // 4
-    at_random = await _at_random(tx, queue, selection.since_ms or 0, count, of_all=not is_filtered)
+    at_random = await _draw_at_random(tx, queue, selection.since_ms or 0, count, from_all=not is_filtered)
     rows = [
         {
             "name": pack_id(item),
@@ -194,8 +194,13 @@ async def draw_items(tx: AsyncConnection, queue: Queue, selection: Filter) -> in
     return len(rows)
 
 
-async def _matching(tx: AsyncConnection, queue: Queue, selection: Filter, number: int) -> dict[str, tuple[int, int]]:
-    """Return new items that match the filter: from the newest session on, and then before the oldest drawn one."""
+async def _draw_matching(
+    tx: AsyncConnection, queue: Queue, selection: Filter, number: int
+) -> dict[str, tuple[int, int]]:
+    """Return session and turn of at most `number` new items that match the filter.
+
+    The search begins at the newest session, and then once more before the oldest session that the filter has drawn.
+    """
     chosen: dict[str, tuple[int, int]] = {}
     for after in (None, await _oldest_drawn(tx, queue)):
         position = after
@@ -213,7 +218,7 @@ async def _matching(tx: AsyncConnection, queue: Queue, selection: Filter, number
 
 
 async def _oldest_drawn(tx: AsyncConnection, queue: Queue) -> tuple[int, int] | None:
-    """Return the place of the oldest session in the list that was drawn because of the filter."""
+    """Return the list position of the oldest session that was drawn because of the filter."""
     items, sessions = review_tables.items, tables.sessions
     query = select(sessions.c.began_ms, sessions.c.id).join(items, items.c.session == sessions.c.id)
     query = query.where(of_queue(queue), ~items.c.drawn_at_random).order_by(sessions.c.began_ms, sessions.c.id)
@@ -221,12 +226,14 @@ async def _oldest_drawn(tx: AsyncConnection, queue: Queue) -> tuple[int, int] | 
     return None if row is None else (row.began_ms, row.id)
 
 
-async def _at_random(
-    tx: AsyncConnection, queue: Queue, since_ms: int, number: int, *, of_all: bool
+async def _draw_at_random(
+    tx: AsyncConnection, queue: Queue, since_ms: int, number: int, *, from_all: bool
 ) -> dict[str, tuple[int, int]]:
-    """Return new items of the newest `RANGE_SESSIONS` sessions of the range, in an order that their hashes define.
+    """Return session and turn of at most `number` new items, in an order that their hashes define.
 
-    `of_all`: of all of them, else of the random part.
+    Args:
+        since_ms: time before which sessions are not drawn. Only the newest `RANGE_SESSIONS` sessions after it are.
+        from_all: draw from all of these sessions; otherwise only from those in the random part.
     """
     table = tables.sessions
     query = select(table.c.id, table.c.session_key).where(
@@ -234,7 +241,7 @@ async def _at_random(
     )
     rows = await tx.execute(query.order_by(table.c.began_ms.desc(), table.c.id.desc()).limit(RANGE_SESSIONS))
     keys = {item_id(queue.tenant_name, queue.name, row.session_key): row.id for row in rows}
-    candidates = {item: keys[item] for item in sorted(keys) if of_all or belongs_to_the_random_part(item)}
+    candidates = {item: keys[item] for item in sorted(keys) if from_all or belongs_to_the_random_part(item)}
     return await _new_items_with_turns(tx, queue, candidates, number)
 
 
@@ -242,7 +249,7 @@ async def _new_items_with_turns(
     tx: AsyncConnection, queue: Queue, candidates: Mapping[str, int], number: int
 ) -> dict[str, tuple[int, int]]:
     """Return session and turn of the first candidates that are not in the queue and have a turn for its question."""
-    present = await _present(tx, [pack_id(item) for item in candidates])
+    present = await _names_in_queue(tx, [pack_id(item) for item in candidates])
     chosen: dict[str, tuple[int, int]] = {}
     has_answers = tables.turns.c.choices > 1 if queue.rules.question == "pair" else true()
     for item, session in candidates.items():
@@ -256,7 +263,7 @@ async def _new_items_with_turns(
     return chosen
 
 
-async def _present(tx: AsyncConnection, names: Collection[bytes]) -> set[bytes]:
+async def _names_in_queue(tx: AsyncConnection, names: Collection[bytes]) -> set[bytes]:
     table = review_tables.items
     rows = await tx.execute(select(table.c.name).where(table.c.name.in_(names)))
     return {bytes(name) for name in rows.scalars()}

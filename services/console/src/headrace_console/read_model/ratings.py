@@ -13,11 +13,11 @@ from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.portions import upsert_all
 from headrace_console.read_model.queries import Row, first_row, read_rows, read_turns, turns_query
 from headrace_console.read_model.queues import Queue, of_queue, valid_verdicts
-from headrace_console.read_model.verdicts import Verdict, comes_again
+from headrace_console.read_model.verdicts import Verdict, is_repeated_pair
 
 _VERDICTS_BETWEEN = 5
 """Verdicts of a rater between the first and the second showing of a pair."""
-_AGAIN_SEARCHED = 100
+_REPEATS_SEARCHED = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Item:
 
     @property
     def id(self) -> str:
-        """The opaque id of the item."""
+        """Id of the item, a hash that does not contain the session."""
         return unpack_id(self.name)
 
     @property
@@ -76,7 +76,7 @@ async def item_of(tx: AsyncConnection, queue: Queue, name: bytes, rater: str) ->
 
 
 async def _turn_of(tx: AsyncConnection, item: Row) -> Row | None:
-    """Return the turn of an item; of one that is known from a verdict about its session, the last turn."""
+    """Return the turn of an item. An item without one, for a verdict about a session, has its session's last turn."""
     table = tables.turns
     is_own = table.c.id == item["turn"] if item["turn"] else table.c.session == item["session"]
     query = turns_query().where(is_own, table.c.log_offset >= 0).order_by(table.c.at_ms.desc(), table.c.id.desc())
@@ -103,8 +103,8 @@ async def reserve(
 async def reserve_next(tx: AsyncConnection, queue: Queue, rater: str, now_ms: int) -> bytes | None:
     """Reserve the next item for a rater and return its name, or None if there is none.
 
-    The item that the rater has reserved and not rated comes first, then a pair that the rater sees again, then the
-    first item with a free place.
+    The next item is the one that the rater has reserved and not rated; then a pair that the rater must rate a second
+    time; then the first item that needs more ratings.
     """
     if queue.closed:
         return None
@@ -112,7 +112,7 @@ async def reserve_next(tx: AsyncConnection, queue: Queue, rater: str, now_ms: in
     if name is not None:
         await _extend(tx, queue, name, rater, now_ms)
         return bytes(name)
-    name = await _pair_again(tx, queue, rater)
+    name = await _pair_to_repeat(tx, queue, rater)
     if name is not None:
         await reserve(tx, queue, name, rater, now_ms, repeated=True)
         return name
@@ -124,13 +124,13 @@ async def reserve_next(tx: AsyncConnection, queue: Queue, rater: str, now_ms: in
 
 
 async def _extend(tx: AsyncConnection, queue: Queue, name: bytes, rater: str, now_ms: int) -> None:
-    """Let a reservation begin again."""
+    """Restart the period of a reservation."""
     table, until_ms = review_tables.reservations, now_ms + 1000 * queue.rules.reserved_s
     await tx.execute(update(table).where(_of_rater(table, name, rater)).values(until_ms=until_ms))
 
 
 def _first(query: Select[tuple[bytes]]) -> Select[tuple[bytes]]:
-    """Return the query of the first item of the queue among those of a query."""
+    """Return a query for the first of the items of `query`, in the order of the queue."""
     return query.order_by(review_tables.items.c.position, review_tables.items.c.name).limit(1)
 
 
@@ -142,7 +142,7 @@ def _open_reservation(queue: Queue, rater: str) -> Select[tuple[bytes]]:
 
 
 def _free_items(queue: Queue, rater: str, now_ms: int) -> Select[tuple[bytes]]:
-    """Return the query of items that the rater has neither rated nor skipped and that lack ratings."""
+    """Return a query for items that need more ratings and that the rater has not rated, reserved or skipped."""
     items, reservations, rated = review_tables.items, review_tables.reservations, valid_verdicts()
     is_rated = select(rated.c.item).where(rated.c.item == items.c.name, rated.c.rater == rater).exists()
     is_reserved = (
@@ -159,8 +159,11 @@ def _free_items(queue: Queue, rater: str, now_ms: int) -> Select[tuple[bytes]]:
     return query.where(~is_rated, ~is_reserved, verdicts + reserved < queue.rules.ratings)
 
 
-async def _pair_again(tx: AsyncConnection, queue: Queue, rater: str) -> bytes | None:
-    """Return a pair that the rater has rated once, at least five verdicts ago, and is to see with swapped sides."""
+async def _pair_to_repeat(tx: AsyncConnection, queue: Queue, rater: str) -> bytes | None:
+    """Return a pair that the rater must rate a second time, with swapped sides, or None.
+
+    The first rating was at least `_VERDICTS_BETWEEN` verdicts ago.
+    """
     if queue.rules.question != "pair":
         return None
     items, table = review_tables.items, review_tables.verdicts
@@ -170,31 +173,33 @@ async def _pair_again(tx: AsyncConnection, queue: Queue, rater: str) -> bytes | 
     )
     query = select(table.c.item, table.c.number, table.c.answer).join(items, items.c.name == table.c.item)
     query = query.where(of_queue(queue), table.c.rater == rater, ~skipped)
-    rows = (await tx.execute(query.order_by(table.c.at_ms.desc(), table.c.number.desc()).limit(_AGAIN_SEARCHED))).all()
+    rows = (
+        await tx.execute(query.order_by(table.c.at_ms.desc(), table.c.number.desc()).limit(_REPEATS_SEARCHED))
+    ).all()
     numbers: dict[bytes, int] = {}
     for row in rows:
         numbers[bytes(row.item)] = max(row.number, numbers.get(bytes(row.item), 0))
     for row in rows[_VERDICTS_BETWEEN:]:
         name = bytes(row.item)
-        if numbers[name] == 1 and row.answer is not None and comes_again(str(uuid.UUID(bytes=name)), rater):
+        if numbers[name] == 1 and row.answer is not None and is_repeated_pair(str(uuid.UUID(bytes=name)), rater):
             return name
     return None
 
 
 async def skip(tx: AsyncConnection, name: bytes, rater: str) -> None:
-    """Do not offer an item to the rater again, and let others have the place."""
+    """Mark an item as skipped by the rater, so that it is not offered again and other raters may reserve it."""
     table = review_tables.reservations
     await tx.execute(update(table).where(_of_rater(table, name, rater)).values(skipped=True, until_ms=0))
 
 
 async def offer_skipped(tx: AsyncConnection, queue: Queue, rater: str) -> None:
-    """Offer the items that the rater has skipped again."""
+    """Make the items that the rater has skipped available to the rater again."""
     items, table = review_tables.items, review_tables.reservations
     names = select(items.c.name).where(of_queue(queue))
     await tx.execute(delete(table).where(table.c.rater == rater, table.c.skipped, table.c.item.in_(names)))
 
 
-async def skipped_number(tx: AsyncConnection, queue: Queue, rater: str) -> int:
+async def count_skipped(tx: AsyncConnection, queue: Queue, rater: str) -> int:
     """Return the number of items that the rater has skipped."""
     items, table = review_tables.items, review_tables.reservations
     query = select(func.count()).select_from(table).join(items, items.c.name == table.c.item)
@@ -218,7 +223,7 @@ async def store_verdict(tx: AsyncConnection, verdict: Verdict, session: int) -> 
 
 
 async def remove_verdict(tx: AsyncConnection, verdict: Verdict) -> None:
-    """Remove a verdict that was not sent. One that was read from the topic stays."""
+    """Remove a verdict that could not be sent, unless its event was read from the topic."""
     table = review_tables.verdicts
     await tx.execute(
         delete(table).where(

@@ -11,9 +11,9 @@ from headrace_console.read_model.rows import Names
 from headrace_runtime.storage.tables import delete_batch
 
 TURNS_MAX = 10_000_000
-"""Captured turns that are stored at most, whatever the retention: about 3 GB in SQLite."""
+"""Largest number of captured turns that are stored, however long the retention: about 3 GB in SQLite."""
 REWARD_DAYS = 400
-"""Days for which the numbers of rewards by hour are stored."""
+"""Days for which the counts of rewards by hour are stored."""
 _SESSIONS_AT_ONCE = 20
 _ROWS_AT_ONCE = 200
 
@@ -21,8 +21,8 @@ _ROWS_AT_ONCE = 200
 async def delete_expired(tx: AsyncConnection, names: Names, *, day: int, retention_days: int) -> bool:
     """Delete a portion of the expired rows.
 
-    A session expires `retention_days` after the day on which the console has read the last event about it. The counts
-    lose its turns.
+    A session expires `retention_days` after the day on which the console read the last event about it. Its turns are
+    subtracted from the counts.
 
     Args:
         tx: the transaction.

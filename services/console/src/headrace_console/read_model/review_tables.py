@@ -29,7 +29,7 @@ items = Table(
     Column("name", LargeBinary, primary_key=True),  # packed `item_id`
     Column("tenant", Integer, nullable=False),
     Column("queue", Text, nullable=False),
-    Column("position", Integer, nullable=False),  # 0: known from a verdict alone
+    Column("position", Integer, nullable=False),  # 0: the item was added by a verdict on the topic, not drawn
     Column("session", Id, nullable=False),
     Column("turn", Id, nullable=False),  # 0: a verdict about the session, whose turn is not known
     Column("drawn_at_random", Boolean, nullable=False),
@@ -46,7 +46,7 @@ verdicts = Table(
     Column("number", Integer, primary_key=True),
     Column("session", Id, nullable=False),
     Column("answer", Text),  # null: withdrawn
-    Column("repeated", Boolean, nullable=False),  # the item came again, with its sides swapped
+    Column("repeated", Boolean, nullable=False),  # the second rating of a pair, with swapped sides
     Column("at_ms", BigInteger, nullable=False),
     Column("log_offset", BigInteger, nullable=False),  # -1 until its event was read
     Index("ix_review_verdicts_session", "session"),

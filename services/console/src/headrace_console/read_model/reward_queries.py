@@ -14,24 +14,24 @@ from headrace_console.read_model.queries import texts_of
 from headrace_console.read_model.queues import nearest_score
 
 SESSIONS_MAX = 500
-"""Newest sessions whose scores are compared."""
+"""Largest number of sessions whose scores are compared: the newest ones."""
 _SCORES_MAX = 5_000
 Target = tuple[int, int, int]
 """Trajectory, turn (0: the whole run) and choice (-1: all answers) that a reward is about."""
 Scores = Mapping[str, Mapping[Target, Mapping[str, float]]]
-"""Score by model, target and source."""
+"""For each model and target, the score by source."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRewards:
-    """Rewards of one source: their number by outcome and by tenth of the value, and the mean value."""
+    """Rewards of one source: their counts by outcome and by bucket of the value (`bucket_of`), and the mean value."""
 
     outcomes: Mapping[str, int]
     buckets: Mapping[int, int]
     mean: float | None
-    """Mean of those values that are counted exactly, or None if there are none."""
+    """Mean of the values whose sum is stored, or None if there are none."""
     averaged: int
-    """Number of these values. The others were counted by an old release."""
+    """Number of these values. An old release counted the others without their sum."""
 
 
 async def rewards_by_source(tx: AsyncConnection, tenant: int, since_hour: int) -> dict[str, SourceRewards]:
@@ -65,7 +65,7 @@ async def rewards_by_source(tx: AsyncConnection, tenant: int, since_hour: int) -
 async def common_scores(tx: AsyncConnection, tenant: int, since_ms: int) -> Scores:
     """Return the scores of the newest sessions that began in a period, the newest first.
 
-    A score is a value from 0 to 1, as the nearest one that raters can give. At most 5,000 scores are read.
+    A score is a reward from 0 to 1, rounded to the nearest score that raters can give. At most 5,000 scores are read.
     """
     sessions, trajectories, rewards = tables.sessions, tables.trajectories, tables.rewards
     newest = select(sessions.c.id, sessions.c.model, sessions.c.began_ms)

@@ -1,4 +1,4 @@
-"""Rows of one batch: loaded at once by key, changed in memory, and written at once."""
+"""Rows of one batch: loaded by key in few statements, changed in memory, and written in few statements."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace_console.read_model.portions import upsert_all
 from headrace_runtime.storage.tables import is_one_of, portions
 
 EDITS_MAX = 100
-"""Edits of a session whose withdrawal is recognized."""
+"""Largest number of edits of a session whose digests are stored, so that a withdrawal can be matched."""
 
 
 @dataclass(slots=True)
@@ -49,9 +49,9 @@ class SessionRow:
 
 @dataclass(slots=True)
 class TurnRow:
-    """Numbers of one turn, or a stub of a turn that only effects have named.
+    """A turn, or a stub of a turn whose id is known only from later events.
 
-    The row in the table has only the end of the name. The rest, and the tenant, are in the row of the session.
+    The row in the table has only the end of the name. The beginning, and the tenant, are in the row of the session.
     """
 
     id: int
@@ -85,7 +85,7 @@ class TurnRow:
 
 @dataclass(slots=True)
 class TrajectoryRow:
-    """A trajectory, or a stub of one that only rewards have named."""
+    """A trajectory, or a stub of a trajectory whose id is known only from rewards."""
 
     id: int
     name: bytes
@@ -105,7 +105,7 @@ class TrajectoryRow:
 
 @dataclass(slots=True)
 class ExperienceRow:
-    """The newest revision of an experience with its outcomes, or a stub of one that only outcomes have named."""
+    """The newest revision of an experience with its outcomes, or a stub if only its outcomes were read."""
 
     id: int
     name: bytes
@@ -122,12 +122,12 @@ class ExperienceRow:
     """Entries of the column of this name. A change replaces the whole sequence."""
     read_day: int = 0
     event: bytes | None = None
-    """Packed event id of the newest revision, which is not stored. None if the batch does not need it."""
+    """Packed event id of the newest revision, or None if the batch does not need it. It is not stored."""
 
 
 @dataclass(slots=True)
 class LetterRow:
-    """A dead letter with its newest decision, or a stub of one of which only decisions were read."""
+    """A dead letter with its newest decision, or a stub if only its decisions were read."""
 
     id: int
     name: bytes
@@ -165,8 +165,8 @@ _CONVERSIONS: Mapping[str, tuple[type[Any], Callable[[Any], Any], Callable[[Any]
     "history": (Text, _list, _json),
     "edits": (Text, _list, _json),
 }
-"""Columns that rows have in another form: their type in the table, reader and writer. A column of the same name with
-another type, such as the number of turns of a session, is not converted."""
+"""Columns that are stored in a compact form: the type of the column, and the functions that read and write it. A column
+of the same name with another type, such as the number of turns of a session, is not converted."""
 R = TypeVar("R", SessionRow, TurnRow, TrajectoryRow, ExperienceRow, LetterRow)
 
 
@@ -218,7 +218,7 @@ class RowSet(Generic[R]):
         self._removed.append(row.id)
 
     async def begin(self, tx: AsyncConnection) -> None:
-        """Find the number of the next new row."""
+        """Read from the table which number the next new row gets."""
         last = await tx.scalar(select(func.max(self._table.c.id)))
         self._next_id = (last or 0) + 1
 
@@ -229,7 +229,7 @@ class RowSet(Generic[R]):
             condition = self._is_in(self._key[0], [key[0] for key in part])
             if len(columns) > 1:
                 condition = is_one_of(columns[0], columns[1], part)
-            self._note((await tx.execute(self._query().where(condition))).mappings())
+            self._add_loaded((await tx.execute(self._query().where(condition))).mappings())
 
     async def load_where(
         self, tx: AsyncConnection, column: str, values: Collection[Any], limit: int | None = None
@@ -245,7 +245,7 @@ class RowSet(Generic[R]):
         rows: list[R] = []
         for part in portions(set(values)):
             query = self._query().where(self._is_in(column, part)).limit(limit)
-            rows += self._note((await tx.execute(query)).mappings())
+            rows += self._add_loaded((await tx.execute(query)).mappings())
         return rows
 
     async def load_ids(self, tx: AsyncConnection, ids: Iterable[int]) -> None:
@@ -258,7 +258,7 @@ class RowSet(Generic[R]):
     def _query(self) -> Select[Any]:
         return select(self._table)
 
-    def _note(self, mappings: Iterable[RowMapping]) -> list[R]:
+    def _add_loaded(self, mappings: Iterable[RowMapping]) -> list[R]:
         rows = []
         for mapping in mappings:
             row = self._by_id.get(mapping["id"])
@@ -271,14 +271,14 @@ class RowSet(Generic[R]):
         return rows
 
     def _read(self, mapping: RowMapping) -> dict[str, Any]:
-        """Return the values of a loaded row in the form that the batch uses."""
+        """Return the values of a loaded row, converted from their compact forms."""
         values = {name: mapping[name] for name in self._columns}
         for name, (read, _) in self._conversions.items():
             values[name] = read(values[name])
         return values
 
     def _write(self, values: Sequence[Any]) -> dict[str, Any]:
-        """Return the values of a row in the form that the table has."""
+        """Return the values of a row, converted to their compact forms."""
         record = dict(zip(self._columns, values, strict=True))
         for name, (_, write) in self._conversions.items():
             record[name] = write(record[name])
@@ -297,11 +297,11 @@ class RowSet(Generic[R]):
 
 
 NAMES_MAX = 100_000
-"""Texts that are stored before new sources and versions share one."""
+"""Number of stored texts from which on new sources and versions share the number of `OTHER`."""
 _REASONS_MAX = 10_000
-"""Further texts before new reasons and other words of events share one."""
+"""Number of further texts from which on new reasons and other words of events share it too."""
 _IDENTITIES_MAX = 10_000
-"""Further texts before a new tenant, model or lineage is refused."""
+"""Number of further texts from which on a new tenant, model or lineage is refused."""
 OTHER = "(other)"
 
 
@@ -310,7 +310,10 @@ class NamesFull(Exception):
 
 
 class Names:
-    """Numbers of texts that repeat. Numbers begin at 1; a batch must call `refresh` first and `store` at its end."""
+    """Numbers, from 1 on, that stand for texts in the rows.
+
+    A batch must call `refresh` first and `store` at its end.
+    """
 
     def __init__(self) -> None:
         self._ids: dict[str, int] = {}
@@ -339,9 +342,9 @@ class Names:
 
         Args:
             text: the text.
-            is_open: whether it is a source or a version, which events name without a limit, so that they do not take
-                the numbers of reasons.
-            other: the text that the others share.
+            is_open: whether the text is a source or a version. There may be any number of these, so they are limited
+                earlier, and numbers are left for reasons.
+            other: the text that stands for all texts beyond the limit.
         """
         number = self._ids.get(text)
         if number is None and len(self._texts) >= NAMES_MAX + (0 if is_open else _REASONS_MAX):

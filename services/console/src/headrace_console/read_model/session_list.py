@@ -24,10 +24,10 @@ Position = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Sessions to list. A filter that is None selects all sessions.
+    """Conditions on the sessions of a page. A condition that is None holds for all sessions.
 
-    `version` is a name that may be short, `status`, `outcome` and `arm` are names. The page begins after the position
-    `after` in the list, or ends before the position `before`.
+    `version` may be shortened as in `numbers_of_versions`. The page begins after the position `after` in the list, or
+    ends before the position `before`.
     """
 
     model: str | None = None
@@ -60,8 +60,8 @@ class SessionPage:
 async def session_page(tx: AsyncConnection, tenant: int, selection: Filter) -> SessionPage:
     """Return one page of a tenant's sessions.
 
-    One filter with an index, the time and the place in the list bound what is read. The other filters are checked on at
-    most `SEARCHED_MAX` sessions.
+    The sessions are read through an index of one condition, the time and the position. The other conditions are checked
+    on at most `SEARCHED_MAX` of these sessions.
     """
     table = tables.sessions
     conditions = _conditions(selection)
@@ -100,10 +100,10 @@ def _ordered(columns: Sequence[ColumnElement[int]], *, is_ascending: bool) -> li
 
 
 def _page(rows: Sequence[Row], selection: Filter, searched: Position | None = None) -> SessionPage:
-    """Return a page of rows in the order in which they were read: the one that is nearest to the position first.
+    """Return the page of rows that were read in order from the filter's position on.
 
     Args:
-        rows: the rows, with one more than the page has if others follow.
+        rows: the rows, one more than the page has room for if others follow.
         selection: the filter.
         searched: position at which the search stopped before the page was full.
     """

@@ -1,6 +1,6 @@
-"""Rows that no status depends on except through their keys.
+"""Rows of a batch for rewards, feedback, verdicts of reviews, refusals and training steps.
 
-These are rewards, feedback, verdicts of reviews, refusals and training steps.
+The status of a turn depends only on the keys of these rows.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SideRows:
         """Create an empty set. `day`: the current day of the console."""
         self._day = day
         self.refusals: set[bytes] = set()
-        """Refused events among those that the batch names."""
+        """Packed ids of refused events, as far as the batch's events name them."""
         self.steps: dict[tuple[int, int], dict[str, Any]] = {}
         """New steps by lineage and save."""
         self.feedback: list[dict[str, Any]] = []
@@ -80,7 +80,7 @@ class SideRows:
         self._hours: defaultdict[HourKey, HourChange] = defaultdict(HourChange)
 
     async def load(self, tx: AsyncConnection, events: Iterable[Event], batch: Batch) -> None:
-        """Load refusals of the events' subjects, rewards that may be revised, and steps that were read before."""
+        """Load the stored refusals, rewards and steps that the events may concern."""
         events = list(events)
         await self._load_refusals(tx, events)
         await self._load_rewards(tx, events, batch)
@@ -142,7 +142,7 @@ class SideRows:
         hour.total += sign * (row["value"] or 0.0)
 
     def add_verdict(self, verdict: Verdict, session: SessionRow, turn: int, offset: int) -> None:
-        """Store a verdict, and its item unless the item is known."""
+        """Add the rows of a verdict and of its item. A stored row of the item is not changed."""
         self._items.append(
             {
                 "name": verdict.name,
@@ -157,7 +157,7 @@ class SideRows:
         self._verdicts.append(verdict.row(session.id, offset))
 
     async def latest_lineages(self, tx: AsyncConnection, models: Collection[int]) -> dict[int, int]:
-        """Return the lineage of each model that reported last. Steps of this batch must be stored first."""
+        """Return, for each model, the lineage whose training report is the newest. Call `store_steps` first."""
         lineages = {model: await queries.latest_lineage(tx, model) for model in models}
         return {model: lineage for model, lineage in lineages.items() if lineage is not None}
 
@@ -170,7 +170,7 @@ class SideRows:
         """Delete rewards, feedback and items with their verdicts, at most `portion` of each.
 
         Returns:
-            For each table whether some rows are left.
+            For each table whether rows are left to delete.
         """
         trajectories = select(tables.trajectories.c.id).where(tables.trajectories.c.session.in_(sessions))
         return [
@@ -192,7 +192,7 @@ class SideRows:
             await tx.execute(delete(table).where(table.c.experience.in_(part)))
 
     async def store(self, tx: AsyncConnection) -> None:
-        """Write all other rows."""
+        """Write all rows except steps."""
         await upsert_all(tx, tables.feedback, ("session", "partition", "log_offset"), self.feedback)
         await upsert_all(tx, tables.trained_revisions, ("lineage", "save", "experience", "revision"), self.trained)
         if self._items:
@@ -224,7 +224,7 @@ def _hour_key(key: RewardKey, row: dict[str, Any]) -> HourKey:
 
 
 def bucket_of(value: float | None) -> int:
-    """Return the tenth that a value is in, from -11 (below -1) to 10 (1 and above), or `NO_VALUE`."""
+    """Return the histogram bucket of a value, in tenths: -11 (below -1) to 10 (1 and above), or `NO_VALUE` for None."""
     if value is None:
         return tables.NO_VALUE
     return -_BUCKETS - 1 if value < -1 else min(_BUCKETS, math.floor(value * _BUCKETS))

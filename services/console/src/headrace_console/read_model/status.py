@@ -1,8 +1,8 @@
 """Status of turns as a pure function of rows, and the contribution of each turn to the counts.
 
-The count of a turn is kept as its status without any training, and, for each lineage that reported on it, as the
-difference that this lineage makes. Therefore the counts of every lineage are exact, and a change of the lineage that
-counts changes no row.
+A turn is counted once under lineage 0, with its status before any training. For each lineage with outcomes for the
+turn, further counts have the difference between its status there and that status. So the sum of both is exact for every
+lineage, and no row changes when another lineage becomes the latest one.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from headrace_schemas.rules.training import (
 
 _OUTCOME, _UNDONE, _RESTORED = range(3)
 _OUTCOME_DEFAULTS = (None, None, (), None, ())
-"""Dropped as, reason, left-out turns, advantage and advantages of turns, of an entry that ends before them."""
+"""Values that an outcome's entry may lack at its end: `dropped`, reason, left-out turns, advantage, turn advantages."""
 _ENTRY_LENGTH_MIN = 4
 _HISTORY_MAX = 256
 _REVISIONS_KEPT = 32
 _TURNS_KEPT = 256
-"""Turns of an outcome whose advantages are stored: those with the largest."""
+"""Largest number of turn advantages that are stored for an outcome: those with the largest absolute values."""
 
 
 class CountKey(NamedTuple):
@@ -45,7 +45,7 @@ class CountKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TurnState:
-    """Facts for the status of a captured turn: its own event, completed by the trajectory that contains it."""
+    """Facts that decide the status of a captured turn, from its own event and from the trajectory that contains it."""
 
     turn: TurnRow
     model: int
@@ -59,7 +59,7 @@ def status_name(status: TurnStatus) -> str:
 
 
 def split_status(name: str) -> TurnStatus:
-    """Return the status and the detail that `status_name` has joined."""
+    """Return the status and the detail in a name of `status_name`."""
     status, _, detail = name.partition("/")
     return status, detail
 
@@ -72,24 +72,24 @@ def state_of(turn: TurnRow, trajectories: Iterable[TrajectoryRow], names: Names)
         trajectories: the published trajectories that contain the turn. An accepted one has precedence.
         names: the texts of the rows.
     """
-    claim = min(trajectories, key=lambda row: (row.refused, row.id), default=None)
+    trajectory = min(trajectories, key=lambda row: (row.refused, row.id), default=None)
     untrained, model = turn.untrained, turn.model
     no_logprobs = None if turn.no_logprobs is None else names.text(turn.no_logprobs)
-    captures = claim is not None and (claim.ingested or (claim.refused and not turn.is_captured))
+    captures = trajectory is not None and (trajectory.ingested or (trajectory.refused and not turn.is_captured))
     if not (turn.is_captured or captures):
         return None
     left_out = None
-    if claim is not None:
-        untrained = untrained or claim.untrained
-        left_out = _reason(claim.left_out, turn.id, names)
+    if trajectory is not None:
+        untrained = untrained or trajectory.untrained
+        left_out = _reason(trajectory.left_out, turn.id, names)
         if captures:
-            model, no_logprobs = claim.model, _reason(claim.no_logprobs, turn.id, names)
+            model, no_logprobs = trajectory.model, _reason(trajectory.no_logprobs, turn.id, names)
     facts = TurnFacts(
-        eval=turn.eval or (claim is not None and claim.eval),
+        eval=turn.eval or (trajectory is not None and trajectory.eval),
         untrained=None if untrained is None else names.text(untrained),
         left_out=left_out,
-        in_trajectory=claim is not None,
-        refused=turn.refused if claim is None else claim.refused,
+        in_trajectory=trajectory is not None,
+        refused=turn.refused if trajectory is None else trajectory.refused,
     )
     return TurnState(turn, model, facts, no_logprobs)
 
@@ -100,7 +100,7 @@ def _reason(reasons: Mapping[int, int], turn: int, names: Names) -> str | None:
 
 
 class Statuses:
-    """Statuses of turns while no row changes. The outcomes of an experience are read once for all of its turns."""
+    """Computation of statuses, valid while no row changes: it caches the outcomes of experiences."""
 
     def __init__(self, names: Names) -> None:
         """Create the statuses. `names` has the texts of the rows."""
@@ -169,7 +169,7 @@ def history_of(history: str | None) -> list[HistoryEntry]:
 
 
 def _completed(rest: list[Any]) -> list[Any]:
-    """Return the values of an outcome after its revision, with those that its entry leaves out."""
+    """Return the values of an outcome's entry after the revision, with defaults for those that the entry lacks."""
     return [*rest, *_OUTCOME_DEFAULTS[len(rest) :]]
 
 
@@ -215,18 +215,18 @@ def add_outcome(
 
 
 def _packed_advantages(item: TrainingOutcome) -> list[Any]:
-    """Return the advantages of an outcome as its entry has them; empty for an outcome without any."""
+    """Return the advantages of an outcome in the form of its entry, or an empty list if it has none."""
     if item.advantage is None and not item.turn_advantages:
         return []
-    places = {turn_id: index for index, turn_id in enumerate(dict.fromkeys(item.turn_ids))}
-    turns = [turn for turn in item.turn_advantages if turn.turn_id in places]
+    indices = {turn_id: index for index, turn_id in enumerate(dict.fromkeys(item.turn_ids))}
+    turns = [turn for turn in item.turn_advantages if turn.turn_id in indices]
     strongest = sorted(turns, key=lambda turn: -abs(turn.advantage))[:_TURNS_KEPT]
-    by_turn = [[places[turn.turn_id], _rounded(turn.advantage), int(turn.edited)] for turn in strongest]
+    by_turn = [[indices[turn.turn_id], _rounded(turn.advantage), int(turn.edited)] for turn in strongest]
     return [None if item.advantage is None else _rounded(item.advantage), by_turn]
 
 
 def overall_advantage(item: TrainingOutcome) -> float | None:
-    """Return the advantage by which a trained revision is ordered: of the branch, or the largest of a single answer."""
+    """Return the advantage by which lists order a trained revision: that of the branch, or the largest of an answer."""
     if item.advantage is not None or not item.turn_advantages:
         return item.advantage
     return max((turn.advantage for turn in item.turn_advantages), key=abs)

@@ -70,7 +70,7 @@ class SessionKey(TypeDecorator[str]):
 class OftenEqual(TypeDecorator[Any]):
     """Column that stores its most frequent value as NULL in PostgreSQL, where NULL takes no bytes.
 
-    A comparison in a query compares the stored values.
+    A query that compares the column compares the stored values, so NULL does not match the most frequent value.
     """
 
     impl = SmallInteger
@@ -107,13 +107,13 @@ sessions = Table(
     Column("reward", Float),  # of the experience that changed last
     Column("tenant", Integer, nullable=False),
     Column("model", Integer, nullable=False),
-    Column("version", Integer, nullable=False),  # the one that answered last
+    Column("version", Integer, nullable=False),  # version of the last answer
     Column("turns", Integer, nullable=False),
     Column("trained", OftenEqual(Integer, 0)),
     Column("waiting", OftenEqual(Integer, 0)),
     Column("dropped", OftenEqual(Integer, 0)),
     Column("flags", SmallInteger, nullable=False),
-    Column("status", SmallInteger, nullable=False),  # index in `STATUSES` of the worst one
+    Column("status", SmallInteger, nullable=False),  # largest index in `STATUSES` among its turns
     Column("thumb", SmallInteger),  # 1, 0, -1; null without feedback
     Column("read_day", SmallInteger, nullable=False),  # when the console read the last event; days since 1970
     Column("session_key", SessionKey, nullable=False),
@@ -165,7 +165,7 @@ def _by_name(table: str) -> tuple[UniqueConstraint | Index, ...]:
 
 
 IS_FOREIGN = text(f"length(name) <> {TAIL_BYTES}")
-"""Condition that the name of a turn is no tail of a response id: another runtime has chosen it."""
+"""Condition that the name of a turn is not the end of a response id: a turn of another runtime, which was ingested."""
 
 turns = Table(
     "turns",
@@ -329,7 +329,7 @@ counts = Table(
     metadata,
     Column("tenant", Integer, primary_key=True),
     Column("model", Integer, primary_key=True),
-    Column("lineage", Integer, primary_key=True),  # 0: as if nothing was trained; others: differences to that
+    Column("lineage", Integer, primary_key=True),  # 0: counts without training; others: differences from these
     Column("status", Integer, primary_key=True),
     Column("turns", BigInteger, nullable=False),
     sqlite_with_rowid=False,

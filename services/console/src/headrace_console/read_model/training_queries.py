@@ -20,7 +20,7 @@ from headrace_runtime.storage.tables import is_one_of
 
 @dataclass(frozen=True, slots=True)
 class VersionTraining:
-    """Training between a version and the previous version. Counts and rows are of the tenants of one scope."""
+    """Training between a version and the version before it, for the tenants of a scope."""
 
     lineage: str
     step: int
@@ -33,13 +33,13 @@ class VersionTraining:
 async def version_training(
     tx: AsyncConnection, scope: Scope, version: str, *, is_ascending: bool
 ) -> VersionTraining | None:
-    """Return what a version was trained on, or None before its training was reported.
+    """Return the training of a version since the version before it, or None before its training was reported.
 
     Args:
         tx: the transaction.
         scope: the tenants whose sessions are listed and counted.
         version: the version.
-        is_ascending: whether rows with the smallest advantage come first, and not those with the largest.
+        is_ascending: whether rows are ordered from the smallest advantage to the largest, instead of the reverse.
     """
     steps = tables.steps
     number = (await numbers_of(tx, [version])).get(version, 0)
@@ -88,9 +88,9 @@ def _counts(advantage: ColumnElement[Any]) -> list[ColumnElement[Any]]:
 async def steps_of(
     tx: AsyncConnection, saves: Collection[tuple[int, int]]
 ) -> dict[tuple[int, int], tuple[int, int, int]]:
-    """Return step, lineage and version of the first version that contains each of these saves of lineages.
+    """Return, for each of these saves of lineages, step, lineage and version of the first version that contains it.
 
-    For a save that no version contains yet, return the step of the version before it, and 0 for the version.
+    A save that no version contains yet has its own step, and 0 as the version.
     """
     table, later, version = tables.steps, tables.steps.alias(), tables.steps.alias()
     if not saves:
@@ -115,9 +115,9 @@ class Runs:
     """Runs of sessions, numbered from 1 within each session in the order of their first turns."""
 
     of_turn: Mapping[int, int]
-    """Number of the run by turn."""
+    """Number of each turn's run."""
     first_turns: Mapping[int, int]
-    """First turn by trajectory."""
+    """First turn of each trajectory."""
     count: int
 
 

@@ -1,4 +1,4 @@
-"""Turns of one batch. A row has the end of its turn's id, and the row of its session has the rest."""
+"""Turns of one batch. The row of a turn has the end of the turn's id, the row of its session has the beginning."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class TurnSet(RowSet[TurnRow]):
     """Turns that a batch may change, by the packed id and the tenant."""
 
     def __init__(self, sessions: RowSet[SessionRow]) -> None:
-        """Create an empty set. The sessions of the turns whose keys are loaded must be in `sessions` before."""
+        """Create an empty set. Before turns are loaded by key, `sessions` must contain their sessions."""
         super().__init__(tables.turns, TurnRow, ("name", "tenant"))
         self._sessions = sessions
 
@@ -57,12 +57,12 @@ class TurnSet(RowSet[TurnRow]):
         for part in portions(sorted(set(pairs)), _PAIRS_AT_ONCE):
             sessions, names = {session for session, _ in part}, {name for _, name in part}
             query = self._query().where(tables.turns.c.session.in_(sessions), tables.is_named(tables.turns, names))
-            self._note((await tx.execute(query)).mappings())
+            self._add_loaded((await tx.execute(query)).mappings())
 
     async def _load_foreign(self, tx: AsyncConnection, names: Iterable[bytes]) -> None:
         for part in portions(set(names)):
             query = self._query().where(tables.IS_FOREIGN, tables.turns.c.name.in_(part))
-            self._note((await tx.execute(query)).mappings())
+            self._add_loaded((await tx.execute(query)).mappings())
 
     def _query(self) -> Select[Any]:
         return turns_query()

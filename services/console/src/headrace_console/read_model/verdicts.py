@@ -1,7 +1,7 @@
-"""Verdicts of raters as feedback events, and the ids from which a verdict can be read back.
+"""Verdicts of raters, and their form as feedback events.
 
 The feedback of a verdict has the source `review:QUEUE`, and its id is a hash of the item, the rater and the number of
-the verdict. A request that is sent twice therefore counts once, and whoever knows the event knows the verdict.
+the verdict. A request that is sent twice therefore counts once, and the verdict can be restored from the event alone.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from headrace_schemas.values.ids import derived_id
 SOURCE_PREFIX = "review:"
 QUEUE_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
 VERDICTS_MAX = 50
-"""Verdicts of one rater about one item, with those that are withdrawn or revised."""
+"""Largest number of verdicts of one rater about one item, including withdrawn and revised ones."""
 SAME, BOTH_BAD = "same", "bad"
-"""Answers about a pair of which no answer is better, and labels of their feedback. They abstain unless `scorer.labels`
-gives them a value. `SAME` is also the verdict that an answer needs no edit."""
+"""Verdicts about a pair if neither answer is better, and the labels of their feedback. The labels abstain unless
+`scorer.labels` gives them a value. `SAME` is also the verdict that an answer needs no edit."""
 EDITED = "edited"
-"""Verdict of an edit, whose text is in its event alone."""
+"""Verdict that an answer needs an edit. The text of the edit is only in the event."""
 _RANDOM_ONE_IN = 5
 _REPEATED_ONE_IN = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One answer of a rater about an item, or its withdrawal (`answer` None)."""
+    """A rater's answer to the question about an item, or its withdrawal (`answer` None)."""
 
     item: str
     queue: str
@@ -62,22 +62,22 @@ class Verdict:
 
 
 def item_id(tenant: str, queue: str, session_key: str) -> str:
-    """Return the opaque id of a session as an item of a queue."""
+    """Return the id of a session as an item of a queue: a hash that does not contain the session."""
     return derived_id("review-item", tenant, queue, session_key)
 
 
 def feedback_id(item: str, rater: str, number: int, *, repeated: bool, part: int = 0) -> str:
-    """Return the id of the feedback of a verdict. A verdict that needs several requests numbers them by `part`."""
+    """Return the id of the feedback of a verdict. `part` numbers the requests of a verdict that needs several."""
     return derived_id("review-verdict", item, rater, number, int(repeated), part)
 
 
 def belongs_to_the_random_part(item: str) -> bool:
-    """Return whether a session is in the fifth of all sessions that a queue draws whatever its filter selects."""
+    """Return whether an item is in the fifth of all items that a queue draws at random, independent of its filter."""
     return uuid.UUID(item).int % _RANDOM_ONE_IN == 0
 
 
-def comes_again(item: str, rater: str) -> bool:
-    """Return whether a rater sees a pair a second time, which holds for one pair in twenty."""
+def is_repeated_pair(item: str, rater: str) -> bool:
+    """Return whether a rater rates a pair a second time. This holds for one pair in twenty."""
     return uuid.UUID(derived_id("review-again", item, rater)).int % _REPEATED_ONE_IN == 0
 
 
@@ -87,19 +87,19 @@ def has_swapped_sides(item: str, rater: str, *, repeated: bool) -> bool:
 
 
 def pair_of(item: str, choices: int) -> tuple[int, int]:
-    """Return the two compared answers of a turn with `choices` answers, which every rater of the item gets."""
+    """Return the two choices that all raters of an item compare, drawn from the `choices` answers of its turn."""
     first, second = sorted(random.Random(item).sample(range(choices), 2))
     return first, second
 
 
 def sides_of(item: str, choices: int, rater: str, *, repeated: bool) -> tuple[int, int]:
-    """Return the answers that a rater sees as A and as B."""
+    """Return the choices that a rater sees as A and as B."""
     first, second = pair_of(item, choices)
     return (second, first) if has_swapped_sides(item, rater, repeated=repeated) else (first, second)
 
 
 def is_verdict(event: Feedback) -> bool:
-    """Return whether feedback may be a verdict, before its id is compared."""
+    """Return whether feedback has the source and the rater of a verdict. Its id may still be another one."""
     queue = event.source.removeprefix(SOURCE_PREFIX)
     return queue != event.source and event.rater is not None and QUEUE_NAME.fullmatch(queue) is not None
 

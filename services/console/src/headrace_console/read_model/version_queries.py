@@ -16,15 +16,15 @@ from headrace_console.read_model.queries import numbers_of, read_turns, texts_of
 from headrace_console.read_model.status import split_status
 
 SESSIONS_MAX = 5_000
-"""Newest sessions of a version that are summed up."""
+"""Largest number of sessions of a version that are summed up: the newest ones."""
 TASKS_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
 class VersionTraffic:
-    """Sums over the newest sessions that a version answered last, without evaluation.
+    """Sums over the newest sessions whose last answer is by a version, without evaluation sessions.
 
-    Turns and tokens are those that the version itself answered. Thumbs and rewards are of whole sessions.
+    Turns and tokens are only those that the version answered. Thumbs and rewards are of whole sessions.
     """
 
     sessions: int = 0
@@ -58,7 +58,7 @@ class SharedTask:
 
 
 async def version_traffic(tx: AsyncConnection, tenant: int, version: str) -> VersionTraffic:
-    """Return the sums of a version."""
+    """Return the sums over the newest `SESSIONS_MAX` sessions of a version."""
     rows = await _newest(tx, tenant, version)
     columns, turns = rows.c, tables.turns
     is_training = columns.flags.bitwise_and(tables.FLAGS["eval"]) == 0
@@ -70,10 +70,12 @@ async def version_traffic(tx: AsyncConnection, tenant: int, version: str) -> Ver
         func.coalesce(func.avg(columns.reward * columns.reward), 0.0),
     ).where(is_training)
     sessions, up, down, rewards, mean, square = (await tx.execute(query)).one()
-    own = select(turns.c.status, func.count(), func.sum(turns.c.sampled_tokens))
-    own = own.join(rows, columns.id == turns.c.session)
-    own = own.where(is_training, turns.c.version == columns.version, turns.c.status > 0).group_by(turns.c.status)
-    by_status = (await tx.execute(own)).all()
+    by_status_query = select(turns.c.status, func.count(), func.sum(turns.c.sampled_tokens))
+    by_status_query = by_status_query.join(rows, columns.id == turns.c.session)
+    by_status_query = by_status_query.where(
+        is_training, turns.c.version == columns.version, turns.c.status > 0
+    ).group_by(turns.c.status)
+    by_status = (await tx.execute(by_status_query)).all()
     texts = await texts_of(tx, (status for status, _, _ in by_status))
     kinds: Counter[str] = Counter()
     for status, number, _ in by_status:
@@ -83,7 +85,7 @@ async def version_traffic(tx: AsyncConnection, tenant: int, version: str) -> Ver
 
 
 async def shared_tasks(tx: AsyncConnection, tenant: int, first: str, second: str) -> Sequence[SharedTask]:
-    """Return tasks among the newest sessions of both versions, with evaluation, the latest first."""
+    """Return tasks that occur among the newest sessions of both versions, including evaluation, the latest first."""
     sides = [await _by_task(tx, tenant, version) for version in (first, second)]
     left, right = sides
     query = select(left.c.task_id, left.c.session.label("first"), right.c.session.label("second"))
@@ -106,7 +108,7 @@ async def shared_tasks(tx: AsyncConnection, tenant: int, first: str, second: str
 
 
 async def _newest(tx: AsyncConnection, tenant: int, version: str) -> Subquery:
-    """Return the subquery of the newest sessions of a version, which an index bounds."""
+    """Return a subquery for the newest `SESSIONS_MAX` sessions of a version. It uses an index."""
     table, number = tables.sessions, (await numbers_of(tx, [version])).get(version, 0)
     query = select(table).where(table.c.tenant == tenant, table.c.version == number, table.c.began_ms > 0)
     return query.order_by(table.c.began_ms.desc()).limit(SESSIONS_MAX).subquery()

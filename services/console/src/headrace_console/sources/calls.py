@@ -1,4 +1,4 @@
-"""HTTP calls to other services, whose refusals become refusals of the console."""
+"""HTTP calls to other services. An error response of a service is raised as `Refused` with the same status."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def bearer(key: str) -> dict[str, str]:
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    """Return the certificates for all clients: loading them blocks the event loop for 25 ms."""
+    """Return the TLS context of all clients. It is shared, because loading its certificates takes 25 ms."""
     return httpx2.create_ssl_context(trust_env=False)
 
 
 def open_client(timeout_s: float, headers: Mapping[str, str] | None = None) -> httpx2.AsyncClient:
-    """Open a client of other services. The caller must close it."""
+    """Open an HTTP client for other services. The caller must close it."""
     return httpx2.AsyncClient(timeout=timeout_s, trust_env=False, headers=dict(headers or {}), verify=_tls())
 
 

@@ -62,9 +62,9 @@ class GatewayClient:
         return FeedbackReply(str(reply.get("feedback_id", "")), reason)
 
     async def answer(self, user: User, turn: Turn, version: str) -> str:
-        """Let a version answer the prompt of a turn once more, and return the response id.
+        """Call a version with the prompt of a turn, and return the response id.
 
-        The call is an evaluation in a session of its own, which no service trains.
+        The call is marked as evaluation, so it is not trained, and has a session of its own.
 
         Args:
             user: the user.
@@ -87,7 +87,7 @@ class GatewayClient:
         async with self._lock:
             url, content = f"{self._url}/v1/chat/completions", json.dumps(body).encode()
             reply = await call("gateway", "POST", url, headers, content, timeout_s=_ANSWER_TIMEOUT_S)
-        with contextlib.suppress(Refused):  # the collector ends a session that is not ended
+        with contextlib.suppress(Refused):  # otherwise the collector ends the session later
             await call("gateway", "POST", f"{self._url}/v1/sessions/{session}/end", headers)
         try:
             return str(json.loads(reply)["id"])

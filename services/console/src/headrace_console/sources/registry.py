@@ -1,4 +1,4 @@
-"""Models, versions and rollouts of the registry, and changes of them in the name of the user who requests them."""
+"""Models, versions and rollouts of the registry, and requests to change them under the name of a user."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ M = TypeVar("M", bound=Model)
 
 
 class RegistryReader:
-    """Client of the registry. An answer to a read is used again for a second."""
+    """Client of the registry. It caches each response to a GET for a second."""
 
     def __init__(self, url: str, internal_key: str, clock: Clock) -> None:
         self._url = url

@@ -1,4 +1,4 @@
-"""Versions that replicas serve now, and logprobs of given answers under them, which are kept for an hour."""
+"""Versions that replicas serve now, and logprobs of captured answers under these versions, cached for an hour."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from headrace_schemas import Replica
 from headrace_schemas.http.replica_api import ScoredAnswers, ScoreRequest, TokensToScore
 
 TOKENS_MAX = 32_768
-"""Tokens of prompt and answer of one request."""
+"""Largest number of prompt and answer tokens of one request."""
 _CACHE_S = 3600.0
 _CACHED_MAX = 16
 _TIMEOUT_S = 120.0
 Answer = tuple[str, str, int, str]
-"""Tenant, turn id, choice and version of stored logprobs."""
+"""Key of cached logprobs: tenant, turn id, choice and version."""
 
 
 class ReplicaReader:
-    """Replicas that serve now, and client of those that announce `Replica.scores`."""
+    """Table of the replicas that serve now, and client of those that compute logprobs (`Replica.scores`)."""
 
     def __init__(self, common: Common, blobs: BlobStore, clock: Clock) -> None:
         key = common.security.internal_key.get_secret_value()
@@ -59,7 +59,7 @@ class ReplicaReader:
         return entry[1]
 
     async def compute(self, answer: Answer, tokens: TokensToScore) -> None:
-        """Compute the logprobs of an answer, and keep them for an hour.
+        """Request the logprobs of an answer from a replica, and cache them for an hour.
 
         Raises:
             Refused: no replica serves the version (409), another request is in progress (429), the answer is too

@@ -1,4 +1,4 @@
-"""Health, metrics and reward sources of all services, read over HTTP at most every two seconds."""
+"""Health, metrics and reward sources of all services, requested over HTTP at most every two seconds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Samples = dict[str, list[tuple[dict[str, str], float]]]
 
 @dataclass(frozen=True, slots=True)
 class ServiceReport:
-    """A service as it answered last. `status` is `away` if it did not answer."""
+    """State of a service. `status` is `away` if the service did not answer."""
 
     name: str
     status: Literal["ready", "unready", "away"]
@@ -60,7 +60,7 @@ class ServiceReport:
 
 @dataclass(frozen=True, slots=True)
 class StackReport:
-    """All services at one moment. `left_out` has the reasons why `headrace up` did not start a service."""
+    """State of all services at one time. `left_out` has, by service, the reason why `headrace up` did not start it."""
 
     services: Mapping[str, ServiceReport]
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -79,19 +79,19 @@ class StackReport:
 
 
 class Progress:
-    """The last report in which more experiences had been trained than in the one before."""
+    """The two reports around the last rise of the number of trained experiences."""
 
     def __init__(self) -> None:
         self.before: StackReport | None = None
-        """That report, or the first one if experiences had been trained by then. None if none was trained yet."""
+        """The report with the last rise, or the first report if it has trained experiences, or None."""
         self.preceding: StackReport | None = None
-        """The report before that one, in which these experiences were not trained yet. None if there was none."""
+        """The report before the last rise, or None if there was no rise."""
         self._last: StackReport | None = None
         self._rose_at_s: float | None = None
         self._trained: float | None = None
 
     def note(self, report: StackReport, now_s: float) -> None:
-        """Compare a report with the one before."""
+        """Compare a report with the report before it, and store both if the number of trained experiences rose."""
         trained = report.service("trainer").value("headrace_trainer_trained_total")
         if trained is None:  # the trainer does not answer
             return
@@ -124,7 +124,7 @@ class StackReader:
         self._headers = bearer(key)
 
     def url(self, name: str) -> str:
-        """Return the address of a service: that of `console.urls`, or its port on this machine."""
+        """Return the address of a service: its entry in `console.urls`, otherwise its port on this machine."""
         if name in self._settings.urls:
             return self._settings.urls[name]
         section = self._common.section_of(name, ServiceSettings)
@@ -133,7 +133,7 @@ class StackReader:
         return f"http://{f'[{host}]' if ':' in host else host}:{section.port or (info.port if info else 0)}"
 
     async def report(self) -> StackReport:
-        """Return the state of all services, at most two seconds old. Callers at the same time share one reading."""
+        """Return the state of all services, at most two seconds old. Concurrent callers share one report."""
         async with self._lock:
             now_s = self._clock.monotonic_s()
             if self._read_at_s is None or now_s - self._read_at_s >= READ_INTERVAL_S:

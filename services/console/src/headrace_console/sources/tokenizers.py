@@ -1,4 +1,4 @@
-"""Tokenizers of versions, from the blob store. The last four are kept."""
+"""Tokenizers of versions, read from the blob store. The four that were used last are cached."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FILE = "tokenizer.json"
 
 
 class TokenizerReader:
-    """Reads the tokenizer of a version. Versions with equal tokenizers share one."""
+    """Reader of the tokenizers of versions. Versions with equal tokenizers share one object."""
 
     def __init__(self, registry: RegistryReader, blobs: BlobStore) -> None:
         self._registry = registry
