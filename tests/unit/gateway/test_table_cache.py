@@ -372,16 +372,16 @@ def test_only_the_last_responses_are_remembered(monkeypatch: pytest.MonkeyPatch)
     key = ids.session_key("a", "s")
     names = [ids.response_id(key) for _ in range(5)]
 
-    def teaching(name: str, tenant: str = "a") -> recent_turns.Teaching | None:
+    def teaching(name: str, tenant: str = "a") -> recent_turns.TrainingEffect | None:
         event = Feedback.model_validate(
             {"time": "2026-01-01T00:00:00Z", "feedback_id": "f", "session_key": key, "tenant": tenant, "value": 1.0,
              "msg_ids": (name,)}
         )  # fmt: skip
-        return recent.teaching([event])
+        return recent.training_effect([event])
 
     for name in names:
         recent.note("a", name, ask([user("q")], delivered=False, turn_id=name))
     outcomes = [teaching(name) for name in names]
     assert [outcome is not None for outcome in outcomes] == [False, False, True, True, True]
-    assert outcomes[-1] == recent_turns.Teaching(False, "undelivered")
+    assert outcomes[-1] == recent_turns.TrainingEffect(False, "undelivered")
     assert teaching(names[-1], "b") is None, "another tenant learns nothing about a response"

@@ -135,7 +135,7 @@ async def test_what_is_handled_in_between_counts() -> None:
     refusing = DeadLetterLimiter("test", send, RefusalBounds(run_max=1))
     for offset in range(5):
         await refusing(record(offset), InvalidEvent("invalid_event", "{"))
-        refusing.handled()
+        refusing.note_handled()
     assert refusing.paused is None
 
 

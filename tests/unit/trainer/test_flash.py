@@ -226,7 +226,7 @@ def test_answers_and_gradients_are_those_of_all_scores_at_once(
 ) -> None:
     monkeypatch.setattr(blocks, "QUERIES", queries)
     if how == "torch's":  # as for types that are no CPU's, and on GPUs that flash attention does not take
-        monkeypatch.setattr(tiles, "takes", lambda _: False)
+        monkeypatch.setattr(tiles, "supports", lambda _: False)
         how = "plain"
     more = dict(HOWS[how])
     q, k, v = inputs = drawn_blocks(heads, shared, width)

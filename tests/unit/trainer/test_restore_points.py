@@ -274,7 +274,7 @@ def gave(
 def test_an_experience_is_held_while_its_contributions_do_not_cancel_out(
     contributions: list[Contribution], holds: bool
 ) -> None:
-    assert entry(*contributions).holds(chain(1), 1) is holds
+    assert entry(*contributions).affects_weights(chain(1), 1) is holds
 
 
 def test_the_revisions_that_are_held_are_those_on_the_line_and_an_unknown_one_is_the_newest() -> None:

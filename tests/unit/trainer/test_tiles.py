@@ -143,10 +143,10 @@ def test_threads_do_not_share_a_room() -> None:
 
 
 def test_half_types_and_autocast_are_left_to_torch() -> None:
-    assert tiles.takes(torch.ones(1))
-    assert not tiles.takes(torch.ones(1, dtype=torch.bfloat16))
+    assert tiles.supports(torch.ones(1))
+    assert not tiles.supports(torch.ones(1, dtype=torch.bfloat16))
     with torch.autocast("cpu", torch.bfloat16):
-        assert not tiles.takes(torch.ones(1))
+        assert not tiles.supports(torch.ones(1))
 
 
 def planted_off_by_one(cut: tuple[Block, ...]) -> tuple[Block, ...]:

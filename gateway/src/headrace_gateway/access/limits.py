@@ -104,15 +104,15 @@ class Meter:
         self.in_progress -= count
 
     def _refuse_concurrency(self, count: int, holder: str) -> ApiError | None:
-        if count and self.in_progress + count > max(self._limits.concurrency, self._lone(count)):
+        if count and self.in_progress + count > max(self._limits.concurrency, self._single_call_limit(count)):
             message = f"{holder} may have {self._limits.concurrency} requests in progress, each choice counting as one"
             return ApiError(429, "concurrency_limit_exceeded", message, retry_after_s=1)
         return None
 
-    def _lone(self, count: int) -> int:
-        """Return the concurrency limit for a call with several choices while no other runs.
+    def _single_call_limit(self, count: int) -> int:
+        """Return a concurrency limit that admits a call with several choices if no other call is in progress.
 
-        A call with more choices than the limit may so run alone.
+        Without it, a call with more choices than the limit could never run. 0 if the limit does not apply.
         """
         return count + 1 if self.in_progress == 1 and count > 1 else 0
 

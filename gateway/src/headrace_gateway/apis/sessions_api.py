@@ -110,7 +110,7 @@ class SessionsApi:
             for event in events:
                 if event.ends_session:
                     self.sticky_versions.drop(event.tenant, event.session_key)
-            more = {"feedback_id": events[0].feedback_id, **self._teaching(events)}
+            more = {"feedback_id": events[0].feedback_id, **self._effect_fields(events)}
             return _accepted(events if copies == 1 else [], **more)
 
     async def end(self, request: Request) -> Response:
@@ -148,7 +148,7 @@ class SessionsApi:
             events = await self._read(admitted, Feedback, self._trinity_feedback)
             if events:
                 await self.admission.publish_many(admitted.caller, events, size_bytes=len(admitted.body))
-            teaching = self._teaching(events)
+            teaching = self._effect_fields(events)
             return JSONResponse(_TRINITY_OK if teaching.get("teaches", True) else {**_TRINITY_OK, **teaching})
 
     async def trinity_commit(self, request: Request) -> Response:
@@ -187,12 +187,12 @@ class SessionsApi:
         request = parse(TrinityFeedback, admitted.body)
         return self._events(admitted, from_trinity(request)) if request.msg_ids else []
 
-    def _teaching(self, events: Sequence[Feedback]) -> dict[str, bool | str]:
+    def _effect_fields(self, events: Sequence[Feedback]) -> dict[str, bool | str]:
         """Return the fields of the response that report whether the feedback can train anything.
 
         The result is empty if that is unknown.
         """
-        teaching = self.recent.teaching(events) if events else None
+        teaching = self.recent.training_effect(events) if events else None
         return {} if teaching is None else teaching.fields()
 
     def _events(self, admitted: AdmittedRequest, request: FeedbackRequest, copies: int = 1) -> list[Feedback]:

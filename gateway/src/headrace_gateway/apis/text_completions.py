@@ -14,7 +14,7 @@ from headrace_gateway.apis.answers import AnswerShape, StreamedAnswer, answer_he
 from headrace_gateway.requests import client_connection
 from headrace_gateway.requests.chat_call import ChatCall
 from headrace_gateway.requests.chat_messages import says_something
-from headrace_gateway.requests.chat_request import HARMLESS, ChatRequest, StreamOptions, checked_chat
+from headrace_gateway.requests.chat_request import HARMLESS, ChatRequest, StreamOptions, check_chat_request
 from headrace_gateway.requests.chat_request import NEUTRAL as CHAT_NEUTRAL
 from headrace_gateway.requests.engine_wire import EngineAnswer, EngineChoice, TokenLogprob
 from headrace_gateway.requests.http_request import check_values, parse, refusal_of, unknown_field
@@ -109,7 +109,7 @@ def read_completion(body: bytes, context: RequestContext) -> tuple[ChatRequest, 
         chat = TextRequest.model_validate(present, context=context.for_validation())
     except ValidationError as error:
         raise refusal_of(error, TextRequest).renamed({"messages": "prompt"}) from None
-    return checked_chat(chat, context), TextCompletions()
+    return check_chat_request(chat, context), TextCompletions()
 
 
 def _with_token_keys(value: JsonValue) -> object:

@@ -32,14 +32,14 @@ def no_signals(_model: str, _version: str) -> LearnedSignals | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Teaching:
-    """Result whether feedback can train anything, and the reason if not, in the words of the turn account."""
+class TrainingEffect:
+    """Whether feedback can train anything. `reason` is the reason if it cannot, in the terms of the turn account."""
 
     teaches: bool
     reason: str | None = None
 
     def fields(self) -> dict[str, bool | str]:
-        """Return the fields of an answer."""
+        """Return the fields of the gateway's response that report the effect."""
         return {"teaches": self.teaches} if self.reason is None else {"teaches": self.teaches, "reason": self.reason}
 
 
@@ -51,8 +51,8 @@ class _Response(NamedTuple):
     no_logprobs: str | None
 
     @property
-    def is_sampled(self) -> bool:
-        """Return whether every algorithm that learns from rewards can train the response."""
+    def is_trainable(self) -> bool:
+        """Whether every algorithm that learns from rewards can train the response."""
         return self.untrained is None and self.no_logprobs is None
 
 
@@ -62,7 +62,7 @@ class RecentTurns:
     def __init__(self, signals_of: SignalsOf = no_signals) -> None:
         self._signals_of = signals_of
         self._responses: TenantMemory[str, _Response] = TenantMemory(TURNS_MAX)
-        self._sampled_sessions: TenantMemory[str, bool] = TenantMemory(TURNS_MAX)
+        self._trainable_sessions: TenantMemory[str, bool] = TenantMemory(TURNS_MAX)
         """Sessions with a response that every algorithm that learns from rewards can train."""
 
     def note(self, tenant: str, response_id: str, event: Turn | DeadLetter) -> None:
@@ -73,11 +73,11 @@ class RecentTurns:
         else:
             response = _Response("", "", "", "dead_letter", None)
         self._responses.set(tenant, response_id, response)
-        if response.is_sampled:
-            self._sampled_sessions.set(tenant, response.session_key, True)
+        if response.is_trainable:
+            self._trainable_sessions.set(tenant, response.session_key, True)
 
-    def teaching(self, events: Sequence[Feedback]) -> Teaching | None:
-        """Return whether the events of one feedback request can train anything, or None if that is unknown.
+    def training_effect(self, events: Sequence[Feedback]) -> TrainingEffect | None:
+        """Return the effect of the events of one feedback request on training, or None if it is unknown.
 
         A preference needs both of its answers. Other feedback needs one trainable response. The result for a session or
         task is unknown, because later turns may be trainable.
@@ -99,21 +99,21 @@ class RecentTurns:
         else:
             can_teach, cannot_teach = teaching_count > 0, len(reasons) == len(names)
         if cannot_teach:
-            return Teaching(False, ", ".join(sorted(set(reasons))))
-        return Teaching(True) if can_teach else None
+            return TrainingEffect(False, ", ".join(sorted(set(reasons))))
+        return TrainingEffect(True) if can_teach else None
 
-    def _outcome(self, tenant: str, response: _Response, kind: Kind) -> Teaching | None:
+    def _outcome(self, tenant: str, response: _Response, kind: Kind) -> TrainingEffect | None:
         """Return whether feedback of this kind about the response can train anything, or None if that is unknown."""
         if response.untrained is not None:
-            return Teaching(False, response.untrained)
+            return TrainingEffect(False, response.untrained)
         learns = self._signals_of(response.model, response.version)
         if learns is None:
             return None
         reason = unused_reason(kind, None, response.no_logprobs, learns)
         lacks_logprobs = reason is not None and reason == response.no_logprobs
-        if lacks_logprobs and kind == "value" and self._sampled_sessions.get(tenant, response.session_key):
+        if lacks_logprobs and kind == "value" and self._trainable_sessions.get(tenant, response.session_key):
             return None  # a value is one of the whole run, and may train the answers of its other turns
-        return Teaching(reason is None, reason)
+        return TrainingEffect(reason is None, reason)
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from headrace_gateway.requests.request_context import (
     ENABLE_THINKING,
     HINTS,
     RequestContext,
-    is_honoured,
+    is_thinking_switch,
     thinking_switch,
 )
 from headrace_schemas import Sampling, Tool
@@ -239,11 +239,15 @@ def parse_chat(body: bytes, context: RequestContext) -> ChatRequest:
     """
     rules = context.rules
     check_values(body, rules.json_values_max, "send a smaller request")
-    return checked_chat(with_tools(parse(ChatRequest, body, context=context)), context)
+    return check_chat_request(with_tools(parse(ChatRequest, body, context=context)), context)
 
 
-def checked_chat(request: ChatRequest, context: RequestContext) -> ChatRequest:
-    """Return `request` with its hints applied. Raises `ApiError` 400 that names the field at fault."""
+def check_chat_request(request: ChatRequest, context: RequestContext) -> ChatRequest:
+    """Check the fields of a chat request, and return it with its thinking switch as an argument of the chat template.
+
+    Raises:
+        ApiError: 400, a field has a value that is not supported.
+    """
     extra = request.model_extra or {}
     for name, value in extra.items():
         _check_extra(name, value, context)
@@ -276,7 +280,12 @@ def _report_unheld_keywords(request: ChatRequest, context: RequestContext) -> No
 
 
 def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:
-    if name in HARMLESS or not says_something(value) or value in NEUTRAL.get(name, ()) or is_honoured(name, value):
+    if (
+        name in HARMLESS
+        or not says_something(value)
+        or value in NEUTRAL.get(name, ())
+        or is_thinking_switch(name, value)
+    ):
         return
     if name in HINTS:
         context.ignore(name, HINTS[name])

@@ -92,10 +92,10 @@ class PreferenceRequest(Model):
 
 
 class FeedbackRequest(Model):
-    """The body of `POST /v1/feedback`. One of the first three fields names its target, or a task, or the preference
-    itself.
+    """The body of `POST /v1/feedback`.
 
-    The events check which fields may stand together: `headrace_schemas.events.opinion` has the rules.
+    Its target is named by `session_id`, `msg_ids` or `response_id`; without these by `task_id`, or by the answers in
+    `preference`. `headrace_schemas.events.opinion` checks which fields may be combined.
     """
 
     session_id: Id | None = None

@@ -190,8 +190,8 @@ def thinking_switch(fields: dict[str, Any], context: RequestContext) -> bool | N
     return switch
 
 
-def is_honoured(name: str, value: JsonValue) -> bool:
-    """Return whether the field switches thinking and has no other effect."""
+def is_thinking_switch(name: str, value: JsonValue) -> bool:
+    """Return whether a field of the request only switches thinking on or off, so that it has its whole effect here."""
     if name == ENABLE_THINKING:
         return isinstance(value, bool)
     if name == "thinking":

@@ -262,7 +262,7 @@ class Contrast:
     regression: Regression = field(default_factory=Regression)
 
     def of(self, value: float, *, candidate: bool, expected: float | None = None) -> float:
-        """Return x of the next unit, and add the unit.
+        """Return the centred value x of the next unit, and add the unit to the earlier ones.
 
         Args:
             value: the unit's value in [0, 1]; larger is better.

@@ -123,8 +123,11 @@ class CompactionPass:
         spans = self.aborted.get(batch.producer_id, ()) if batch.transactional else ()
         return any(first <= batch.base_offset <= last for first, last in spans)
 
-    def keeps(self, record: RawRecord) -> bool:
-        """Return whether the record stays: it has no key, or is the newest of its key and no old tombstone."""
+    def must_keep(self, record: RawRecord) -> bool:
+        """Return whether compaction must keep the record.
+
+        It keeps records without a key, and the newest record of each key unless it is an old tombstone.
+        """
         if record.key is None:
             return True
         if self.newest.get(_digest(record.key), -1) > record.offset:
@@ -185,7 +188,7 @@ def _rewritten(work: CompactionPass, batch: RecordBatch) -> bytes | None:
     all_records = _records(batch)
     if all_records is None:
         return raw
-    remaining = [record for record in all_records if work.keeps(record)]
+    remaining = [record for record in all_records if work.must_keep(record)]
     if len(remaining) == batch.count:
         return raw
     if not remaining:

@@ -86,11 +86,15 @@ class ClosedRuns:
         self._ended_together = {time_ms: frozenset(names) for time_ms, names in ended_together.items()}
         self._times = sorted(ended_together)
 
-    def begun_before(self, turns_until: int | None, trajectories_until: int | None) -> frozenset[str]:
-        """Return the trajectory that had begun last before these offsets, else the first that began after them.
+    def last_begun_before(self, turns_until: int | None, trajectories_until: int | None) -> frozenset[str]:
+        """Return the newest trajectory that began before these offsets, and those that were closed together with it.
 
-        Ingested trajectories come after those that the gateway captured. The trajectories that were closed together
-        with it are included.
+        If none began before them, the first one that began later is used. Ingested trajectories count as newer than
+        captured ones.
+
+        Args:
+            turns_until: offset on the topic of turns, for captured trajectories; None matches none.
+            trajectories_until: offset on the topic of trajectories, for ingested ones; None matches none.
         """
         ingested = 0 if trajectories_until is None else bisect_left(self._sent, trajectories_until)
         captured = 0 if turns_until is None else bisect_left(self._begun, turns_until)
@@ -219,7 +223,7 @@ def target_trajectories(feedback: PlacedFeedback | FeedbackPosition, peers: Clos
     """
     if feedback.turns_until is None and isinstance(feedback, PlacedFeedback):
         return peers.closed_after(epoch_ms(feedback.event.time))
-    return peers.begun_before(feedback.turns_until, feedback.trajectories_until)
+    return peers.last_begun_before(feedback.turns_until, feedback.trajectories_until)
 
 
 def trajectories_losing_feedback(

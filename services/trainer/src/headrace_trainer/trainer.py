@@ -148,7 +148,7 @@ class Trainer:
             await self._lease.release()
 
     async def _open_and_train(self) -> None:
-        lineage = await disk.retry_while_full(lambda: self._in_thread(self._open))
+        lineage = await disk.retry_while_full(lambda: self._in_thread(self._open_lineage))
         reporter = await self._in_thread(self._make_reporter)
         try:
             # Announced once more after a restart, with the same ids.
@@ -292,7 +292,7 @@ class Trainer:
             await self._retry(partial(self._refuse, record, error))
         else:
             EVENTS_HANDLED.labels(record.topic, "handled").inc()
-            self._refuse.handled(event)
+            self._refuse.note_handled(event)
             if isinstance(event, Experience):
                 await self._admit(event, record, lineage)
             elif isinstance(event, ModelEvent) and event.model == self._settings.model:
@@ -330,8 +330,11 @@ class Trainer:
         state.undo(lost, await self._read_again(state.bus_positions(lost)), self._clock.now())
         log.info("undone", experiences=len(lost), queued=sum(undone.queued for undone in state.undone))
 
-    def _open(self) -> Lineage:
-        """Open the lineage and store it at once, so that it is closed even if the caller was cancelled."""
+    def _open_lineage(self) -> Lineage:
+        """Open the lineage and assign it to `self.lineage`.
+
+        The assignment is in the thread that opens it, so that it is closed even if the caller was cancelled.
+        """
         self.lineage = open_lineage(self._settings, self._blobs, self._clock, self._store)
         return self.lineage
 

@@ -14,7 +14,7 @@ from headrace_gateway.requests.chat_messages import says_something
 from headrace_gateway.requests.chat_request import ChatRequest, parse_chat
 from headrace_gateway.requests.http_request import check_values, parse, unknown_field
 from headrace_gateway.requests.identity import CLIENT_SESSION
-from headrace_gateway.requests.request_context import HINTS, RequestContext, is_honoured
+from headrace_gateway.requests.request_context import HINTS, RequestContext, is_thinking_switch
 from headrace_schemas.values.base import LongText, Model, Text
 from headrace_schemas.values.bounds import PROMPT_MESSAGES_MAX, JsonObject
 from headrace_schemas.values.text import closest
@@ -162,7 +162,7 @@ def _chat_request(request: CountRequest, sampling: Json, context: RequestContext
         "response_format": _response_format(config),
         "metadata": _metadata(request.metadata),
         "chat_template_kwargs": request.chat_template_kwargs,
-        _THINKING: extra.get(_THINKING) if is_honoured(_THINKING, extra.get(_THINKING)) else None,
+        _THINKING: extra.get(_THINKING) if is_thinking_switch(_THINKING, extra.get(_THINKING)) else None,
         **sampling,
     }
     document = to_json({name: value for name, value in body.items() if value is not None})
@@ -174,7 +174,7 @@ def _chat_request(request: CountRequest, sampling: Json, context: RequestContext
 
 def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:
     """Accept the fields of betas that are not known here, since they are hints in most cases; refuse misspelt ones."""
-    if not says_something(value) or is_honoured(name, value):
+    if not says_something(value) or is_thinking_switch(name, value):
         return
     if name in REFUSED:
         message = f"{name}: not supported here, leave it out; {REFUSED[name]}"

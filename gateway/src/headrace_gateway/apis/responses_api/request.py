@@ -25,7 +25,7 @@ from headrace_gateway.requests.chat_messages import says_something
 from headrace_gateway.requests.chat_request import HARMLESS, ChatRequest, parse_chat
 from headrace_gateway.requests.http_request import check_values, parse, unknown_field
 from headrace_gateway.requests.identity import CLIENT_SESSION
-from headrace_gateway.requests.request_context import HINTS, RequestContext, is_honoured
+from headrace_gateway.requests.request_context import HINTS, RequestContext, is_thinking_switch
 from headrace_gateway.requests.response_store import EarlierItems
 from headrace_schemas.values.base import LongText, Model, Text
 from headrace_schemas.values.bounds import JsonObject
@@ -188,7 +188,7 @@ def _request(body: bytes, context: RequestContext) -> ResponsesRequest:
     if request.text and request.text.verbosity not in (None, "medium"):
         context.ignore("text.verbosity", HINTS["verbosity"])
     for name, value in (request.reasoning or {}).items():
-        if says_something(value) and not is_honoured("reasoning", {name: value}):
+        if says_something(value) and not is_thinking_switch("reasoning", {name: value}):
             context.ignore(f"reasoning.{name}", HINTS["reasoning"])
     return request
 
@@ -282,7 +282,7 @@ def _chat_body(request: ResponsesRequest, items: Iterable[Item], tools: ToolSet)
         "top_logprobs": request.top_logprobs or None,
         "metadata": _labels(request),
         "chat_template_kwargs": request.chat_template_kwargs,
-        "reasoning": reasoning if is_honoured("reasoning", reasoning) else None,
+        "reasoning": reasoning if is_thinking_switch("reasoning", reasoning) else None,
         **{name: extra[name] for name in HARMLESS if name in extra},
     }
     return {name: value for name, value in body.items() if value is not None}

@@ -134,13 +134,13 @@ def _print_decisions(state: RunState | None) -> Iterator[None]:
     from headrace.following import Listener, describe_decision
     from headrace_operations.guard import FindingReporter
 
-    def tell(event: ModelEvent) -> None:
+    def print_decision(event: ModelEvent) -> None:
         if (text := describe_decision(event)) is not None:
             colour = {"promoted": "green", "evaluated": "default"}.get(event.decision, "yellow")
             console().print(f"[{colour}]{escape(text)}[/]")
 
     reporter = FindingReporter(lambda text: console().print(f"[yellow]{escape(text)}[/]"))
-    listener = Listener(state.bus, tell, reporter)
+    listener = Listener(state.bus, print_decision, reporter)
     listener.start()
     try:
         yield

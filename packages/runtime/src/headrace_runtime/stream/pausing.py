@@ -98,7 +98,7 @@ class TenantLimits:
         counts = Counter(tenants)
         return all(self._limit(tenant).admits([True] * count) == count for tenant, count in counts.items())
 
-    def exceed(self, tenant: str) -> str | None:
+    def note_held(self, tenant: str) -> str | None:
         """Record that a refused record of the tenant is held. Return the reason for the first one, then None."""
         if tenant in self._over:
             return None
@@ -158,7 +158,7 @@ class DeadLetterLimiter:
         self.paused: str | None = None
         PAUSED.labels(service).set(0)
 
-    def handled(self, event: Event | None = None) -> None:
+    def note_handled(self, event: Event | None = None) -> None:
         """Count a record that was handled."""
         self._limits.note(getattr(event, "tenant", UNKNOWN_TENANT), refused=False)
 
@@ -170,7 +170,7 @@ class DeadLetterLimiter:
         """
         tenant = tenant_of(record)
         if not self._limits.admits(tenant):
-            reason = self._limits.exceed(tenant)
+            reason = self._limits.note_held(tenant)
             if reason is not None:
                 log.error("tenant_over_bounds", tenant=tenant or None, reason=reason)
             if self._limits.paused is not None:

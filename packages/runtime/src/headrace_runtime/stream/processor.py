@@ -253,7 +253,7 @@ class Processor:
         if self._limits.admits(item.tenant):
             await self._commit_batch([item], held_row)
             return True
-        reason = self._limits.exceed(item.tenant)
+        reason = self._limits.note_held(item.tenant)
         if reason is not None:
             context = {"tenant": item.tenant or None, "next": _position_of(item.record), "remedy": REMEDY}
             log.error("refusals_held", reason=reason, **context)

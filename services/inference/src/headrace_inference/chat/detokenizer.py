@@ -53,10 +53,10 @@ class Decoding:
         return {number: int(match[1], 16) for number, match in named if match}
 
     @cached_property
-    def stand_in(self) -> list[int]:
-        """A token of one plain character as a list, or an empty list without byte tokens.
+    def placeholder_tokens(self) -> list[int]:
+        """List with the byte token of "?", or an empty list if the tokenizer has no byte tokens.
 
-        It replaces byte tokens where they would precede other tokens.
+        When words are decoded after a character that byte tokens spell, it takes the place of these byte tokens.
         """
         return [token for token, byte in self.bytes_of.items() if byte == ord("?")]
 
@@ -102,7 +102,7 @@ class Detokenizer:
     def _characters(self, data: bytes, *, final: bool = False) -> str:
         text = self._bytes.decode(data, final)
         if text:
-            self._before = self._decoding.stand_in
+            self._before = self._decoding.placeholder_tokens
         return text
 
     def _words(self, token_ids: Sequence[int]) -> str:

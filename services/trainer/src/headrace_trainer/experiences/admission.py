@@ -41,7 +41,7 @@ from headrace_trainer.experiences.examples import (
     WriteAnswer,
     examples,
     pending_updates,
-    tokens_of,
+    required_length,
 )
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.replies import GradeReplies, ReplyReader
@@ -101,7 +101,10 @@ class AdmissionLimits:
             example
             for example in candidates
             if not example.part
-            or (tokens_of(example, branch) <= self.sequence_tokens and max(example.tokens, default=0) < self.vocabulary)
+            or (
+                required_length(example, branch) <= self.sequence_tokens
+                and max(example.tokens, default=0) < self.vocabulary
+            )
         )
 
     def _reply_examples(self, experience: Experience) -> FindReplyExamples | None:

@@ -157,8 +157,8 @@ def _preference_examples(experience: Experience, signals: Signals) -> Iterator[E
         yield Example(f"preference/{name}", value, pair, side.turn_id, side.choice)
 
 
-def tokens_of(example: Example, branch: Branch) -> int:
-    """Return the length of the longest sequence that the example needs."""
+def required_length(example: Example, branch: Branch) -> int:
+    """Return the length, in tokens, of the longest sequence on which the example is trained."""
     span = example.span(branch)
     if span is None:
         return len(branch.token_ids)

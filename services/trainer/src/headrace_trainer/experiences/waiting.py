@@ -92,12 +92,15 @@ def select(
 def take_ready(
     ready: Sequence[WaitingExperience], unit: Callable[[Experience], str], rules: BatchRules, now: datetime, full: bool
 ) -> tuple[WaitingExperience, ...]:
-    """Return the first `rules.experiences`, completed by the rest of the last unit; fewer once they have waited long
-    enough.
+    """Return the experiences of the next batch, empty if it is not complete yet.
+
+    These are the first `rules.experiences`, and the others of the last unit among them. A smaller batch is complete
+    once its first experience has waited for `rules.wait`, or at once if the queue is full.
 
     Args:
         ready: experiences that may be trained, in order.
         unit: returns the unit of an experience (run or group), which is not divided.
+        full: whether the queue is full.
     """
     if len(ready) >= rules.experiences:
         cut = rules.experiences

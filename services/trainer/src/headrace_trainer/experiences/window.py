@@ -96,13 +96,15 @@ class Entry(Model):
     def held_contributions(self, history: History, steps: int) -> Sequence[Contribution]:
         """Return the contributions that the weights contain after `steps` steps.
 
-        Those of abandoned versions are lost.
+        Contributions to versions that were abandoned are not among them.
         """
         return [contribution for contribution in self.contributions if history.holds_step(contribution.step, steps)]
 
-    def holds(self, history: History, steps: int) -> bool:
-        """Return whether the weights after `steps` steps contain any of the experience: contributions do not cancel
-        out."""
+    def affects_weights(self, history: History, steps: int) -> bool:
+        """Return whether the experience affects the weights after `steps` steps.
+
+        It does if its contributions to these weights do not cancel out.
+        """
         parts: dict[str, list[Contribution]] = {}
         for contribution in self.held_contributions(history, steps):
             parts.setdefault(contribution.part, []).append(contribution)

@@ -76,7 +76,7 @@ def find_excluded_contributions(state: LineageState, version: str) -> dict[str, 
         entry = state.window.get(name)
         if entry is not None and state.history.first_excluded(entry.versions) == version:
             revisions = entry.held_revisions(state.history, state.steps)
-            if revisions and entry.holds(state.history, state.steps):
+            if revisions and entry.affects_weights(state.history, state.steps):
                 revisions_by_name[name] = tuple(sorted(revisions))
     return revisions_by_name
 

@@ -88,7 +88,7 @@ class HindsightTeacher:
         return [self._with_advantages(pack) for pack in first], [self._with_advantages(pack) for pack in corrections]
 
     def learn(self) -> Mapping[str, float]:
-        """Measure how far the guard set has dropped below the base, now that the weights have moved."""
+        """Measure, after a step, how far the guard set has dropped below the base. Nothing is trained here."""
         guard = list(self.guard)
         if len(guard) > 1:
             before, after = self._base_logprobs(guard), self._logprobs(guard, reference=False)

@@ -69,7 +69,7 @@ class SequenceMask:
     def row(self, query: Tensor) -> flash.Row | None:
         """Return the plan of the row for a flash kernel on the device of `query`, or None where no kernel fits."""
         if query.device not in self._rows:
-            long = flash.takes_long(query)
+            long = flash.is_cudnn_faster(query)
             self._rows[query.device] = flash.row_of(self.bounds, self._mask_args, query.device, cudnn=long)
         return self._rows[query.device]
 
@@ -103,7 +103,7 @@ def attend(
     if unused.get("position_bias") is not None:
         raise NotImplementedError(f"{type(module).__name__} needs more than plain attention")
     unfused = softcap is not None or s_aux is not None
-    if not unfused and flash.takes(query, key, value):
+    if not unfused and flash.supports(query, key, value):
         row = attention_mask.row(query)
         if row is not None:
             return flash.attend(query, key, value, row, scaling), None
@@ -114,7 +114,7 @@ def attend(
     for (length, count), *run in zip(runs, *parts, strict=True):
         q, k, v = (part.unflatten(2, (count, length)).transpose(1, 2).flatten(0, 1) for part in run)
         cut = attention_mask.of(length)
-        if not unfused and tiles.takes(q):
+        if not unfused and tiles.supports(q):
             result = tiles.attend(q, k, v, cut, scaling)
         else:
             result = blocks.attend(q, k, v, s_aux, blocks.finer(cut) if unfused else cut, how)

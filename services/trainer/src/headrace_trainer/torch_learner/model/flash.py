@@ -246,7 +246,7 @@ def reach(longest: int, mask_args: Mapping[str, Any]) -> int | None:
     return int(local) if torch.equal(visible.expand_as(window), window) else None
 
 
-def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def supports(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether a flash kernel supports these tensors in the type that `cast` returns."""
     width = query.shape[-1]
     fits = width == key.shape[-1] == value.shape[-1] and width <= _WIDTH_MAX and width % _WIDTH_STEP == 0
@@ -255,7 +255,7 @@ def takes(query: Tensor, key: Tensor, value: Tensor) -> bool:
     return torch.cuda.get_device_capability(query.device) >= _AMPERE
 
 
-def takes_long(query: Tensor) -> bool:
+def is_cudnn_faster(query: Tensor) -> bool:
     """Return whether cuDNN's kernel is available and faster for long sequences."""
     able = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
     allowed = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]

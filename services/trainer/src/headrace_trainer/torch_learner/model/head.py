@@ -311,8 +311,8 @@ class _Gradients:
             targets: The chunk's tokens.
             shares: The probability of each word. It is overwritten.
             share: The factor of the gradient of each token's logit.
-            answer: The output of the tail, where it has a cap.
-            more: Indices of tokens, and gradients that are added for them.
+            answer: The tail's output for the chunk if the tail caps logits; otherwise None.
+            more: Indices of the chunk's tokens, and further gradients of their logits that are added.
         """
         column = share[:, None].to(shares.dtype)
         gradient = shares.mul_(-column).scatter_add_(-1, targets[:, None], column)

@@ -24,7 +24,7 @@ from headrace_runtime.errors import SettingError
 from headrace_trainer.settings import LoraSettings
 
 _ROUNDING = 1e-5
-_PLANTED_ROWS = 5
+_PROBE_ROWS = 5
 
 
 @dataclass(frozen=True)
@@ -52,16 +52,16 @@ def form_of(module: nn.Module) -> NormFormula | None:
     if not type(module).__name__.endswith("RMSNorm") or set(dict(module.named_parameters())) != {"weight"}:
         return None
     weight: Any = module.weight
-    if weight.ndim != 1 or weight.dtype != torch.float32 or "forward" in vars(module) or not _takes_rows(module):
+    if weight.ndim != 1 or weight.dtype != torch.float32 or "forward" in vars(module) or not _has_one_argument(module):
         return None
     epsilons = [value for name, value in vars(module).items() if name in ("variance_epsilon", "eps", "epsilon")]
-    rows_NH, planted_H = _planted(weight)
+    rows_NH, probe_weight_H = _probe_inputs(weight)
     try:
-        result_NH = functional_call(module, {"weight": planted_H}, (rows_NH,))
+        result_NH = functional_call(module, {"weight": probe_weight_H}, (rows_NH,))
     except Exception:  # noqa: BLE001 (a module's code may raise any error; the module keeps that code)
         return None
     for form in [NormFormula(float(epsilon), shift) for epsilon in epsilons for shift in (0.0, 1.0)]:
-        if _alike(result_NH, _normed(rows_NH, planted_H, form)[0]):
+        if _is_close(result_NH, _normed(rows_NH, probe_weight_H, form)[0]):
             return form
     return None
 
@@ -116,21 +116,24 @@ def _shifted(weight_H: Tensor, form: NormFormula) -> Tensor:
     return weight_H + form.shift if form.shift else weight_H
 
 
-def _alike(original: Any, fused: Tensor) -> bool:
+def _is_close(original: Any, fused: Tensor) -> bool:
     same = isinstance(original, Tensor) and original.shape == fused.shape and original.dtype == fused.dtype
     return same and torch.allclose(fused, original, rtol=_ROUNDING, atol=_ROUNDING)
 
 
-def _takes_rows(module: nn.Module) -> bool:
-    """Return whether the module's only argument is its rows."""
+def _has_one_argument(module: nn.Module) -> bool:
+    """Return whether the module's forward method has one argument, the rows."""
     return len(inspect.signature(module.forward).parameters) == 1
 
 
-def _planted(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows of very different sizes, one so small that epsilon matters, and weights of both signs."""
+def _probe_inputs(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return inputs that tell the formulas apart: rows of very different sizes, and weights of both signs.
+
+    The smallest row is so small that the result depends on epsilon.
+    """
     draw = torch.Generator().manual_seed(0)
-    sizes = torch.logspace(-4, 2, _PLANTED_ROWS)[:, None]
-    rows = torch.randn(_PLANTED_ROWS, len(weight), generator=draw) * sizes
+    sizes = torch.logspace(-4, 2, _PROBE_ROWS)[:, None]
+    rows = torch.randn(_PROBE_ROWS, len(weight), generator=draw) * sizes
     return rows.to(weight.device), torch.randn(len(weight), generator=draw).to(weight.device)
 
 

@@ -31,8 +31,8 @@ _LOG2_E = 1 / math.log(2)
 _WIDE = (torch.float32, torch.float64)
 
 
-def takes(query: Tensor) -> bool:
-    """Return whether this attention can compute the query as it is, on a CPU."""
+def supports(query: Tensor) -> bool:
+    """Return whether this attention supports the device and the type of a query: float32 or float64 on a CPU."""
     return query.device.type == "cpu" and query.dtype in _WIDE and not torch.is_autocast_enabled("cpu")
 
 
