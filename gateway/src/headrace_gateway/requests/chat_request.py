@@ -1,5 +1,5 @@
-"""The body of `POST /v1/chat/completions`: its fields, those that `tools` replaced, and those that are harmless, hints,
-or refused by name.
+"""The body of `POST /v1/chat/completions`: its fields, the fields that `tools` replaced, and further fields of clients,
+which are harmless, ignored (`HINTS`) or refused by name.
 
 Requests are translated into requests with tools. Messages of this form have no ids of calls, so a call gets the
 position of its message as its id. A replica knows the call by another id, so it gets the exact tokens from the gateway.
@@ -261,7 +261,7 @@ def check_chat_request(request: ChatRequest, context: RequestContext) -> ChatReq
         raise ApiError(400, "invalid_value", str(error), TOOL_CHOICE) from None
     _report_unheld_keywords(request, context)
     if request.choices > context.rules.choices_max:
-        message = f"n: at most {context.rules.choices_max} choices can be asked for here"
+        message = f"n: at most {context.rules.choices_max} choices can be requested here"
         raise ApiError(400, "invalid_value", message, "n")
     return request
 

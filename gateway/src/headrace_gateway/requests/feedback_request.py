@@ -1,4 +1,4 @@
-"""The bodies of everything that judges or ends sessions."""
+"""The bodies of requests that send feedback or end sessions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Context of one request for its parsers: limits, strictness, ignored fields, and hints for the chat template."""
+"""Context of one request for its parsers: limits, strictness, ignored fields, and the switch of thinking."""
 
 from __future__ import annotations
 
@@ -129,12 +129,12 @@ HINTS: dict[str, str] = {
     "include_reasoning": "reasoning is always part of the answer",
     "prediction": "replicas do not decode from a prediction",
     "truncation": "a prompt that is too long is refused and never cut",
-    "include": "the answer holds all that there is",
-    "client_metadata": "metadata is what a turn can be labelled with",
+    "include": "the answer always has all its fields",
+    "client_metadata": "only metadata labels a turn",
     "context_management": "the client manages its context",
     "moderation": "there is no moderation",
-    "prompt_cache_options": "prefixes are cached without being asked",
-    "cache_control": "prefixes are cached without being asked",
+    "prompt_cache_options": "prefixes are always cached",
+    "cache_control": "prefixes are always cached",
     "access_programs": "there are no access programs",
     "output_config": "chat templates have no levels of effort",
     "speed": "there is one speed",
@@ -155,7 +155,7 @@ HINTS: dict[str, str] = {
     "spaces_between_special_tokens": "texts never hold special tokens",
     "stream_options": "events are not padded",
 }
-"""Hints of OpenAI, Anthropic, vLLM, OpenRouter and Ollama, with the reason why each has no effect here."""
+"""Optional fields of OpenAI, Anthropic, vLLM, OpenRouter and Ollama that have no effect here, each with the reason."""
 
 MESSAGE_HINTS = frozenset(
     ("id", "status", "phase", "annotations", "cache_control", "metadata", "reasoning_details", "thinking_blocks",

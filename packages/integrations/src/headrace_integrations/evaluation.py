@@ -1,4 +1,4 @@
-"""Evaluate one exact version on held-out tasks: metrics with confidence intervals, and the same as a gate program.
+"""Evaluate one exact version on held-out tasks: metrics with confidence intervals, also as a gate program.
 
     result = await evaluate(stack, tasks, play, {"accuracy": is_right}, version=stack.serving())
     print(result.means["accuracy"])  # 0.71 (0.62 to 0.79, 96 plays)

@@ -74,7 +74,7 @@ class OutputFormat(Model):
 
 
 class OutputConfig(Model):
-    """`output_config`. An effort is a hint."""
+    """The field `output_config`. Its `effort` can only switch thinking off."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -173,7 +173,10 @@ def _chat_request(request: CountRequest, sampling: Json, context: RequestContext
 
 
 def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:
-    """Accept the fields of betas that are not known here, since they are hints in most cases; refuse misspelt ones."""
+    """Check a field that the request model lacks. Refuse misspelt fields, and record others as ignored.
+
+    Fields of unknown betas are accepted, because most of them are optional.
+    """
     if not says_something(value) or is_thinking_switch(name, value):
         return
     if name in REFUSED:

@@ -1,4 +1,4 @@
-"""Small files: private to their owner whatever the umask, replaced atomically, or a list of names."""
+"""Small files: files that are private to their owner whatever the umask, atomic replacement, and lists of names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The only thread that computes.
+"""The worker thread of the `torch` engine, in which all computation runs.
 
 It owns all batches; other threads post work to it, and it delivers tokens to the event loop.
 """

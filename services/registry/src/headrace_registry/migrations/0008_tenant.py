@@ -1,4 +1,4 @@
-"""The tenant of each session in a rollout: what other tenants say about it does not count."""
+"""Add the tenant of each session in a rollout, so that events of other tenants about it do not count."""
 
 from __future__ import annotations
 
