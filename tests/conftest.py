@@ -22,7 +22,12 @@ from tests.support.buses import BrokerProcess, KafkaNode
 from tests.support.seeds import FIXED
 
 reaper.start()
-hypothesis.settings.register_profile("headrace", derandomize=FIXED)
+hypothesis.settings.register_profile(
+    "headrace",
+    derandomize=FIXED,
+    deadline=None,  # the time of an example depends on the other processes of the machine
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("headrace")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small gain nothing from a second, and workers are many
 

@@ -377,5 +377,5 @@ class GroupMachine(RuleBasedStateMachine):
             assert [replace(m, expires_s=0.0) for m in copy.members.values()] == members
 
 
-GroupMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+GroupMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestAnyOrder = GroupMachine.TestCase

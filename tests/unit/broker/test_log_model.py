@@ -217,5 +217,5 @@ class LogMachine(RuleBasedStateMachine):
         assert partition.bytes == size
 
 
-LogMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+LogMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestLog = LogMachine.TestCase

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
 from aiokafka.protocol.api import RequestStruct
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_broker import wire
@@ -80,7 +80,7 @@ def _field(annotation: Any) -> st.SearchStrategy[Any]:
 
 
 NEWEST = 100
-FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=12)
 MODULES = ("admin", "commit", "coordination", "fetch", "group", "metadata", "offset", "produce", "transaction")
 
 
@@ -163,7 +163,7 @@ def test_tagged_fields_are_read_over() -> None:
 
 
 @given(key=st.sampled_from([api.key for api in APIS]), body=st.binary(max_size=200))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_no_bytes_do_more_than_be_malformed(key: int, body: bytes) -> None:
     version = next(api.version for api in APIS if api.key == key)
     frame = bytes(encode(RequestHeader(key, version, 1, None))) + body

@@ -192,7 +192,7 @@ def choices(turns: list[Turn]) -> dict[tuple[str, int], tuple[Turn, Choice]]:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(conversations(), st.randoms(use_true_random=False))
 def test_p2_each_sampled_token_is_in_exactly_one_span(turns: list[Turn], shuffle: random.Random) -> None:
     graph, dialogues = build_branches(turns)
@@ -222,7 +222,7 @@ def test_p2_each_sampled_token_is_in_exactly_one_span(turns: list[Turn], shuffle
     assert build_branches(shuffled) == (graph, dialogues), "in whatever order they arrived"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(conversations(), st.randoms(use_true_random=False))
 def test_p2_turns_that_extend_others_give_the_branches_of_whole_turns(turns: list[Turn], draw: random.Random) -> None:
     stored: list[Turn] = []
@@ -239,7 +239,7 @@ def test_p2_turns_that_extend_others_give_the_branches_of_whole_turns(turns: lis
     assert [history.whole_turn(turn) for turn in stored] == turns, "every other reader resolves them equally"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(conversations())
 def test_branches_never_fork_without_need(turns: list[Turn]) -> None:
     graph, _ = build_branches([turn for turn in turns if turn.recomputable])

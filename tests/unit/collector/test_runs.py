@@ -228,7 +228,7 @@ def traffic(draw: st.DrawFn) -> tuple[list[Turn], list[Feedback]]:
     return turns, [feedback("s", *listed, at=50 + n % 2, run_id=draw(names)) for n, listed in enumerate(lists)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(traffic(), st.randoms(use_true_random=False))
 def test_runs_do_not_depend_on_the_order_of_arrival(
     history: tuple[list[Turn], list[Feedback]], shuffle: random.Random

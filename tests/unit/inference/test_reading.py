@@ -76,7 +76,7 @@ def test_what_is_read(text: str, reasoning: str, content: str, called: list[tupl
 FRAGMENTS = ("<think>", "</think>", "<tool_call>", "</tool_call>", CALL, "<", "</", "think>", " ", "\n", "a", "{", "é")
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=12), st.randoms(use_true_random=False), st.booleans())
 def test_portions_never_change_what_is_read(fragments: list[str], dice: random.Random, opened: bool) -> None:
     """The reasoning, content and calls are equal whether the answer is parsed whole, by letter, or in any pieces."""
@@ -180,7 +180,7 @@ def test_without_parsers_tags_are_text() -> None:
     assert read(list(text), AnswerSyntax()).content == text
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3))
 def test_stop_strings_cut_at_the_one_that_is_complete_first(text: str, stops: list[str]) -> None:
     matches = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
@@ -242,7 +242,7 @@ def test_characters_come_whole(tokenizer: ChatTokenizer) -> None:
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(data=st.data())
 def test_what_was_given_out_depends_on_the_tokens_alone(tokenizer: ChatTokenizer, data: st.DataObject) -> None:
     """The text is the same in any pieces, also with invalid bytes, so that a resumed stream continues exactly."""
@@ -256,7 +256,7 @@ def test_what_was_given_out_depends_on_the_tokens_alone(tokenizer: ChatTokenizer
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_bytes_that_are_no_characters_are_read_alike_in_any_portions(
     tokenizer: ChatTokenizer, data: st.DataObject
 ) -> None:

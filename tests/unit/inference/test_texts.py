@@ -270,7 +270,7 @@ def read(portions: list[str]) -> Read:
     return content, calls_found
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(pieces, st.randoms(use_true_random=False))
 def test_calls_and_texts_are_read_whole_however_they_are_cut(answer: list[Piece], dice: random.Random) -> None:
     text = "".join(piece for piece, _ in answer)
@@ -294,7 +294,7 @@ def test_calls_and_texts_are_read_whole_however_they_are_cut(answer: list[Piece]
         assert read([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]) == (content, calls_found)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(calls(), calls(), texts)
 def test_every_cut_reads_the_same(first: Any, second: Any, between: str) -> None:
     text = f"{first[0]}{between}{second[0]}"[:1500]  # each cut reads all of it again
@@ -303,7 +303,7 @@ def test_every_cut_reads_the_same(first: Any, second: Any, between: str) -> None
         assert read([text[:cut], text[cut:]]) == complete
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.one_of(_objects(_values), st.lists(st.one_of(words, numbers), max_size=8).map(lambda p: "{" + "".join(p))))
 def test_the_scanner_ends_where_json_ends(text: str) -> None:
     """The scanner agrees with Python's decoder wherever Python can decode the text."""
@@ -321,7 +321,7 @@ def test_the_scanner_ends_where_json_ends(text: str) -> None:
     assert (scanner.end if complete else None) == end
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(pieces, st.booleans())
 def test_an_echoed_answer_goes_on_with_its_exact_tokens(
     tokenizer: ChatTokenizer, answer: list[Piece], rewritten: bool

@@ -234,7 +234,7 @@ def text_in_portions(decoder: Decoding, ids: list[int], cuts: list[int]) -> tupl
 
 
 @each_kind
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_what_is_given_out_depends_on_the_tokens_alone(kind: str, data: st.DataObject) -> None:
     """The decoded text of any tokens is the same in any pieces."""
@@ -244,7 +244,7 @@ def test_what_is_given_out_depends_on_the_tokens_alone(kind: str, data: st.DataO
 
 
 @each_kind
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_text_comes_out_as_the_tokenizer_decodes_it(kind: str, data: st.DataObject) -> None:
     """This includes long runs of bytes: characters that the vocabulary lacks take four or more tokens."""
@@ -258,7 +258,7 @@ def test_text_comes_out_as_the_tokenizer_decodes_it(kind: str, data: st.DataObje
 
 
 @pytest.mark.parametrize("kind", ["byte-level", "word-piece"])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_any_tokens_come_out_as_the_tokenizer_decodes_them_but_for_nul(kind: str, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, KINDS[kind].get_vocab_size() - 1), max_size=30))

@@ -216,7 +216,7 @@ def test_free_json_is_bounded_in_depth_values_and_characters() -> None:
 big = st.sampled_from([1, "y", [0] * 10_000, "y" * 300_000, [[0] * 100] * 100])
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.lists(st.dictionaries(st.sampled_from([f"k{n}" for n in range(90)]), big, max_size=64), max_size=8))
 def test_merged_contexts_fit_every_event_and_keep_the_newest(contexts: list[dict[str, Any]]) -> None:
     merged = merge_contexts(contexts)

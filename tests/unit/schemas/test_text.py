@@ -42,7 +42,7 @@ def test_printable_keeps_readable_text(text: str) -> None:
     assert printable(text) == text
 
 
-@settings(max_examples=800, deadline=None, print_blob=True)
+@settings(max_examples=800, print_blob=True)
 @given(any_text, lengths)
 def test_printable_output_is_short_visible_and_stable(text: str, length_max: int) -> None:
     result = printable(text, length_max)
@@ -53,7 +53,7 @@ def test_printable_output_is_short_visible_and_stable(text: str, length_max: int
     result.encode()
 
 
-@settings(max_examples=500, deadline=None, print_blob=True)
+@settings(max_examples=500, print_blob=True)
 @given(st.integers(1, 10_000), st.sampled_from(["a", "\x1b", "\u202e", "\U000e0041", "ü"]), lengths)
 def test_printable_states_how_many_characters_it_cut(count: int, character: str, length_max: int) -> None:
     result = printable(character * count, length_max)
@@ -79,7 +79,7 @@ def test_printable_reads_only_what_it_shows(text: str) -> None:
     assert time.process_time() - start < 0.5
 
 
-@settings(max_examples=800, deadline=None, print_blob=True)
+@settings(max_examples=800, print_blob=True)
 @given(any_text)
 def test_storable_replaces_nul_and_surrogates_alone(text: str) -> None:
     stored = storable(text)
@@ -259,7 +259,7 @@ def _patterns() -> st.SearchStrategy[str]:
     )
 
 
-@settings(max_examples=600, deadline=None, print_blob=True)
+@settings(max_examples=600, print_blob=True)
 @given(_patterns(), st.text("ab1 .{}[]&-é\n", max_size=6))
 @example("<answer>.*</answer>", "<answer>\n7\n</answer>")
 @example(r"a\Z", "a")

@@ -81,7 +81,7 @@ def assert_close(actual: Found, expected: Found, rtol: float = 2e-5, atol: float
         torch.testing.assert_close(actual[name], tensor, rtol=rtol, atol=atol * float(1 + tensor.abs().max()), msg=name)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     tokens=st.integers(1, 24),
     seed=st.integers(0, 1000),
@@ -117,7 +117,7 @@ def at_once(module: Any, tail: Tail, tokens: tuple[Tensor, ...], upstream: Tenso
     return doubles
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(
     tokens=st.integers(1, 24),
     seed=st.integers(0, 1000),

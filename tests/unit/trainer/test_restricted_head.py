@@ -99,7 +99,7 @@ def computed(way: str, tokens: tuple[Any, ...], sets: PackSets | None, tail: Tai
 
 
 @pytest.mark.parametrize("way", ["chunks", "any head", "at once"])
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 @given(tokens=st.integers(1, 24), seed=st.integers(0, 1000), bias=st.booleans(), tail=st.sampled_from(TAILS))
 def test_restricted_head_is_the_textbook(way: str, tokens: int, seed: int, bias: bool, tail: Tail) -> None:
     inputs = problem(tokens, seed, bias=bias)
@@ -154,7 +154,7 @@ def test_distillation_target_is_over_the_allowed_tokens_alone() -> None:
     torch.testing.assert_close(gradient.double(), leaf.grad, rtol=1e-4, atol=1e-5)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(vocabulary=st.integers(1, 300), data=st.data())
 def test_sets_of_bits_and_of_ids_are_equal(vocabulary: int, data: st.DataObject) -> None:
     ids = data.draw(st.sets(st.integers(0, vocabulary - 1), min_size=1))

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_operations.jobs.formats import ROW_FORMATS, RowReader
@@ -15,8 +15,7 @@ from headrace_operations.jobs.sources import BadRow, DataRow
 from headrace_schemas import Message
 
 READER = RowReader({})
-SLOW_MACHINE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=60)
-"""Settings for busy machines; these tests do not measure time."""
+FEW = settings(max_examples=60)
 Texts = list[tuple[str, str]]
 
 
@@ -173,7 +172,7 @@ _COLUMNS = st.sampled_from(
 )  # fmt: skip
 
 
-@SLOW_MACHINE
+@FEW
 @given(st.dictionaries(_COLUMNS, JSON, max_size=6))
 def test_any_row_is_read_or_refused_with_a_reason(record: dict[str, Any]) -> None:
     with contextlib.suppress(BadRow):
@@ -183,7 +182,7 @@ def test_any_row_is_read_or_refused_with_a_reason(record: dict[str, Any]) -> Non
         assert len(row.digest) == 64
 
 
-@SLOW_MACHINE
+@FEW
 @given(st.lists(st.text(min_size=1, max_size=20).filter(lambda text: "\0" not in text), min_size=2, max_size=2))
 def test_a_conversation_has_the_same_digest_in_all_formats(texts_pair: list[str]) -> None:
     """The digest detects a duplicate row in any format."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import UsageError
@@ -122,7 +122,7 @@ def test_parquet_and_arrow_are_read_like_json(tmp_path: Path) -> None:
         rows(tmp_path / "broken.parquet")
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=8)), max_size=8))
 def test_json_lines_are_read_as_written(tmp_path_factory: pytest.TempPathFactory, expected_rows: list[Any]) -> None:
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"

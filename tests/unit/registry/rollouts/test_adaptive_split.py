@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace_registry.control import steps as steps_of_rollouts
@@ -139,8 +139,6 @@ async def test_adaptive_split_reduces_the_worse_candidate_until_it_is_alone(rig:
 
 SPLIT = Split("rollout-1", "m@c", ("m@a", "m@b"))
 SHARES = st.integers(0, 1000).map(lambda part: Fraction(part, 3000))
-UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-"""Settings without a deadline: the speed of the machine is not tested."""
 
 
 def test_assignment_depends_on_unit_and_salt_alone() -> None:
@@ -151,7 +149,6 @@ def test_assignment_depends_on_unit_and_salt_alone() -> None:
     assert unit_position("salt", "session-1") != unit_position("pepper", "session-1")
 
 
-@UNHURRIED
 @given(unit=st.text(), first=SHARES, second=SHARES, other=SHARES)
 def test_assignment_keeps_units_in_their_arm_while_the_share_grows(
     unit: str, first: Fraction, second: Fraction, other: Fraction
@@ -165,7 +162,6 @@ def test_assignment_keeps_units_in_their_arm_while_the_share_grows(
         assert role is None or SPLIT.role(unit, candidate, after) == role
 
 
-@UNHURRIED
 @given(unit=st.text(), a=SHARES, b=SHARES)
 def test_assignment_serves_candidates_in_their_arm_and_the_champion_in_controls(
     unit: str, a: Fraction, b: Fraction

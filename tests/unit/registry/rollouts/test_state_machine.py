@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from fractions import Fraction
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -249,7 +249,5 @@ class Rollouts(RuleBasedStateMachine):
         assert again == self.state
 
 
-Rollouts.TestCase.settings = settings(
-    max_examples=60, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+Rollouts.TestCase.settings = settings(max_examples=60, stateful_step_count=25)
 TestRollouts = Rollouts.TestCase
