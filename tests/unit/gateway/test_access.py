@@ -1,21 +1,20 @@
-"""Tests of API keys, scopes and limits: rate, concurrency and size, for one key and for all keys together."""
+"""Tests of API keys, scopes and limits: rate, concurrency, size and file descriptors."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from datetime import datetime
+import resource
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace_gateway.access.keys import ALL_SCOPES, Caller, KeyRing, read_keys
-from headrace_gateway.access.limits import Meter, RequestLimits
+from headrace_gateway.access.limits import Meter, RequestLimits, within_descriptors
 from headrace_gateway.access.refusals import ApiError
 from headrace_gateway.settings import GatewaySettings, KeySettings, LimitSettings
 from headrace_runtime.errors import SettingError
-from headrace_schemas.values.base import utcnow
 from tests.support.streams import ManualClock
 
 LIMITS = LimitSettings(requests_per_s=10, burst=2, concurrency=3)
@@ -27,13 +26,6 @@ def key(secret: str, **fields: Any) -> KeySettings:
 
 def bearer(secret: str) -> dict[bytes, bytes]:
     return {b"authorization": f"Bearer {secret}".encode()}
-
-
-def test_without_keys_everybody_is_the_default_tenant_with_every_scope() -> None:
-    caller = KeyRing((), LIMITS).identify(None, bearer("dummy"))
-    assert caller.tenant == "default"
-    for scope in ("chat", "feedback", "admin"):
-        caller.require_scope(scope)
 
 
 def test_a_key_gives_its_tenant_and_its_scopes() -> None:
@@ -118,22 +110,6 @@ def test_beyond_its_rate_a_key_waits_as_long_as_it_is_told() -> None:
         assert limits.in_progress == 1
 
 
-def test_concurrency_is_bounded_per_key_and_in_total() -> None:
-    clock = ManualClock()
-    total = LimitSettings(concurrency=2)
-    limits = RequestLimits(total, clock)
-    ring = KeyRing([key("a"), key("b"), key("c", limits=LimitSettings(concurrency=1))], LimitSettings())
-    a, b, c = (ring.identify(None, bearer(name)) for name in "abc")
-    with limits.admit(c):
-        with pytest.raises(ApiError, match="this API key may have 1"), limits.admit(c):
-            pass
-        with limits.admit(a):
-            with pytest.raises(ApiError, match="all callers together may have 2"), limits.admit(b):
-                pass
-            assert limits.in_progress == 2
-    assert limits.in_progress == 0
-
-
 def test_a_place_is_given_back_when_the_work_fails() -> None:
     limits = RequestLimits(LimitSettings(), ManualClock())
     caller = KeyRing((), LIMITS).identify(None, {})
@@ -153,6 +129,7 @@ def test_without_keys_agents_call_and_the_internal_key_alone_is_admin() -> None:
     ring = KeyRing((), LimitSettings(), "between-us")
     for headers in ({}, {b"authorization": b"Bearer dummy"}, {b"authorization": b"Basic between-us"}):
         caller = ring.identify(None, headers)
+        assert caller.tenant == "default"
         caller.require_scope("chat")
         caller.require_scope("feedback")
         with pytest.raises(ApiError, match=r"security\.internal_key") as refusal:
@@ -161,22 +138,6 @@ def test_without_keys_agents_call_and_the_internal_key_alone_is_admin() -> None:
     ring.identify(None, {b"authorization": b"Bearer between-us"}).require_scope("admin")
     ring.identify("between-us", {}).require_scope("admin")
     KeyRing((), LimitSettings()).identify(None, {}).require_scope("admin")
-
-
-class Clock:
-    """Clock that a test advances."""
-
-    def __init__(self) -> None:
-        self.at_s = 1000.0
-
-    def now(self) -> datetime:
-        return utcnow()
-
-    def monotonic_s(self) -> float:
-        return self.at_s
-
-    async def sleep(self, seconds: float) -> None:
-        self.at_s += seconds
 
 
 def caller(name: str = "one", **limits: float) -> Caller:
@@ -195,34 +156,23 @@ def begun(meter: Meter, tries: int) -> int:
 
 
 def test_a_burst_is_all_that_a_pause_can_save_up() -> None:
-    clock = Clock()
+    clock = ManualClock()
     meter = Meter(LimitSettings(requests_per_s=10, burst=5), clock)
     assert begun(meter, 20) == 5
-    clock.at_s += 0.2
+    clock.advance(0.2)
     assert begun(meter, 20) == 2
-    clock.at_s += 3600
+    clock.advance(3600)
     assert begun(meter, 20) == 5
-
-
-def test_a_refusal_says_when_to_come_back() -> None:
-    clock = Clock()
-    meter = Meter(LimitSettings(requests_per_s=4, burst=1), clock)
-    assert begun(meter, 1) == 1
-    refusal = meter.refusal("it")
-    assert refusal is not None
-    assert (refusal.status, refusal.code, refusal.retry_after_s) == (429, "rate_limit_exceeded", 0.25)
-    clock.at_s += 0.25
-    assert meter.refusal("it") is None
 
 
 @pytest.mark.parametrize(("tenant_limit", "total"), [(2048, 4096), (4096, 2048), (2048, 2048)])
 def test_the_smaller_body_limit_counts(tenant_limit: int, total: int) -> None:
-    limits = RequestLimits(LimitSettings(body_bytes_max=total), Clock())
+    limits = RequestLimits(LimitSettings(body_bytes_max=total), ManualClock())
     assert limits.body_bytes_max(caller(body_bytes_max=tenant_limit)) == 2048
 
 
 def test_concurrency_is_counted_by_key_and_in_total_and_a_refused_request_is_charged_to_nobody() -> None:
-    limits = RequestLimits(LimitSettings(concurrency=2, burst=4, requests_per_s=0.001), Clock())
+    limits = RequestLimits(LimitSettings(concurrency=2, burst=4, requests_per_s=0.001), ManualClock())
     first, second = caller("one", concurrency=1), caller("two", concurrency=2)
     with limits.admit(first):
         with pytest.raises(ApiError, match="this API key"), limits.admit(first):
@@ -241,7 +191,7 @@ def test_concurrency_is_counted_by_key_and_in_total_and_a_refused_request_is_cha
 
 
 def test_what_a_request_causes_may_be_owed_and_nothing_begins_until_it_is_paid() -> None:
-    clock = Clock()
+    clock = ManualClock()
     limits = RequestLimits(LimitSettings(requests_per_s=100, burst=100), clock)
     limited = caller(requests_per_s=2, burst=3)
     with limits.admit(limited):
@@ -252,17 +202,17 @@ def test_what_a_request_causes_may_be_owed_and_nothing_begins_until_it_is_paid()
             limits.charge(limited, 5)
     assert (refused.value.status, refused.value.code) == (429, "rate_limit_exceeded")
     assert refused.value.retry_after_s == 1.0, "one is owed and one is needed, at two per second"
-    clock.at_s += 0.75
+    clock.advance(0.75)
     with pytest.raises(ApiError) as refused, limits.admit(limited):
         pass
     assert refused.value.retry_after_s == 0.25
-    clock.at_s += 0.25
+    clock.advance(0.25)
     with limits.admit(limited):
         pass
 
 
 def test_who_has_all_places_in_use_comes_back_in_a_second() -> None:
-    limits = RequestLimits(LimitSettings(), Clock())
+    limits = RequestLimits(LimitSettings(), ManualClock())
     limited = caller(concurrency=1)
     with limits.admit(limited), pytest.raises(ApiError) as refused, limits.admit(limited):
         pass
@@ -270,23 +220,63 @@ def test_who_has_all_places_in_use_comes_back_in_a_second() -> None:
     assert refused.value.retry_after_s == 1
 
 
-def test_one_tenant_with_several_keys_leaves_its_part_of_the_total_to_others() -> None:
-    total = LimitSettings(concurrency=8, burst=100, requests_per_s=0.001)
-    limits = RequestLimits(total, Clock(), tenants=2, tenant_share=0.5)
+@pytest.mark.parametrize(("share", "calls"), [(0.5, 4), (0.01, 1)])
+def test_one_tenant_with_several_keys_leaves_its_part_of_the_total_to_others(share: float, calls: int) -> None:
+    limits = RequestLimits(LimitSettings(concurrency=8, burst=800), ManualClock(), tenants=2, tenant_share=share)
     greedy = [Caller(f"g{n}", "g", "greedy", ALL_SCOPES, None, LimitSettings()) for n in range(3)]
     modest = Caller("m", "m", "modest", ALL_SCOPES, None, LimitSettings())
     with contextlib.ExitStack() as stack:
-        for number in range(4):
+        for number in range(calls):
             stack.enter_context(limits.admit(greedy[number % 3]))
         with pytest.raises(ApiError, match=r"gateway\.tenant_share"):
             stack.enter_context(limits.admit(greedy[0]))
-        for _ in range(4):
+        for _ in range(calls):
             stack.enter_context(limits.admit(modest))
+
+
+@pytest.mark.parametrize(("share", "calls", "tokens"), [(0.5, 4, 500), (0.001, 1, 1)])
+def test_part_of_a_tenant_is_refilled_in_proportion(share: float, calls: int, tokens: int) -> None:
+    total = LimitSettings(requests_per_s=1, burst=8, tokens_per_s=100, tokens_burst=1000)
+    limits = RequestLimits(total, ManualClock(), tenants=2, tenant_share=share)
+    tenant = Caller("g", "g", "greedy", ALL_SCOPES, None, LimitSettings())
+    for number in range(calls):
+        taken = limits.work(tenant, 1, 0 if number else tokens)
+        with limits.admit(tenant), taken, pytest.raises(ApiError) as no_tokens, limits.work(tenant, 1, 1):
+            pass
+    with pytest.raises(ApiError, match=f"{share:g} requests per second") as no_requests, limits.admit(tenant):
+        pass
+    assert no_tokens.value.retry_after_s == pytest.approx(1 / (100 * share))
+    assert no_requests.value.retry_after_s == pytest.approx(1 / share)
+
+
+def test_stored_bytes_are_bounded_for_each_tenant_and_hour() -> None:
+    clock = ManualClock()
+    limits = RequestLimits(LimitSettings(), clock, bytes_per_hour=3600)
+    limits.store("t", 3601)
+    with pytest.raises(ApiError) as refused, limits.admit(caller()):
+        pass
+    assert (refused.value.status, refused.value.code) == (429, "storage_limit_exceeded")
+    assert refused.value.retry_after_s == 2.0, "one byte is owed and one is needed, at one per second"
+    with limits.admit(Caller("two", "two", "other", ALL_SCOPES, None, LimitSettings())):
+        clock.advance(2.0)
+    with limits.admit(caller()):
+        pass
+
+
+@pytest.mark.parametrize("choices", [2, 5])
+def test_call_with_more_choices_than_the_limit_runs_alone(choices: int) -> None:
+    limits = RequestLimits(LimitSettings(), ManualClock())
+    limited = caller(concurrency=choices - 1)
+    with limits.admit(limited):
+        with limits.work(limited, choices, 0), pytest.raises(ApiError), limits.admit(limited):
+            pass
+        with pytest.raises(ApiError, match="requests in progress"), limits.admit(limited):
+            limits.work(limited, choices, 0).__enter__()
 
 
 @pytest.mark.parametrize("choices", [1, 4, 16])
 def test_each_choice_counts_as_a_request(choices: int) -> None:
-    limits = RequestLimits(LimitSettings(), Clock())
+    limits = RequestLimits(LimitSettings(), ManualClock())
     limited = caller(concurrency=16, burst=32, requests_per_s=0.001)
     with contextlib.ExitStack() as stack:
         for _ in range(16 // choices):
@@ -299,7 +289,7 @@ def test_each_choice_counts_as_a_request(choices: int) -> None:
 
 
 def test_tokens_are_charged_when_a_call_begins_and_what_it_did_not_take_is_given_back() -> None:
-    clock = Clock()
+    clock = ManualClock()
     limits = RequestLimits(LimitSettings(), clock)
     limited = caller(tokens_per_s=100, tokens_burst=1000)
     with limits.admit(limited), limits.work(limited, 1, 800) as work:
@@ -311,17 +301,61 @@ def test_tokens_are_charged_when_a_call_begins_and_what_it_did_not_take_is_given
         pass
     with pytest.raises(ApiError), limits.admit(limited), limits.work(limited, 1, 1):
         pass
-    clock.at_s += 60
+    clock.advance(60)
     with limits.admit(limited), limits.work(limited, 1, 10**9):
         pass  # more than the burst is let in when nothing was taken
 
 
 def test_a_refused_call_takes_no_tokens_and_one_whose_client_left_takes_all() -> None:
-    limits = RequestLimits(LimitSettings(), Clock())
-    limited = caller(tokens_per_s=0.001, tokens_burst=1000)
+    limits = RequestLimits(LimitSettings(), ManualClock())
+    limited = caller(tokens_per_s=0.001, tokens_burst=1500)
+    with limits.admit(limited), limits.work(limited, 1, 500):
+        pass
     with pytest.raises(ApiError, match="overloaded"), limits.admit(limited), limits.work(limited, 1, 1000):
         raise ApiError(503, "overloaded", "overloaded")
     with limits.admit(limited), limits.work(limited, 1, 1000):
         pass
     with pytest.raises(ApiError), limits.admit(limited), limits.work(limited, 1, 1):
         pass
+
+
+@pytest.fixture
+def given_descriptors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Replace the process limit of file descriptors, and return its soft and hard value."""
+    limits = [1024, 4096]
+
+    def put(_what: int, both: tuple[int, int]) -> None:
+        assert both[0] <= both[1] or both[1] == resource.RLIM_INFINITY
+        limits[:] = both
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _resource: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", put)
+    return limits
+
+
+def test_the_process_asks_for_what_it_needs(given_descriptors: list[int]) -> None:
+    limits = LimitSettings(concurrency=1000)
+    assert within_descriptors(limits) == limits
+    assert given_descriptors == [2128, 4096]
+
+
+@pytest.mark.parametrize(("hard", "concurrency"), [(4096, (4096 - 128) // 2), (100, 1)])
+def test_what_the_system_does_not_give_lowers_the_concurrency(
+    given_descriptors: list[int], hard: int, concurrency: int
+) -> None:
+    given_descriptors[:] = [hard // 2, hard]
+    assert within_descriptors(GatewaySettings().limits_total).concurrency == concurrency
+    assert given_descriptors == [hard, hard]
+
+
+@pytest.mark.parametrize("soft", [100_000, resource.RLIM_INFINITY])
+def test_what_is_enough_is_left_alone(given_descriptors: list[int], soft: int) -> None:
+    given_descriptors[:] = [soft, resource.RLIM_INFINITY]
+    limits = GatewaySettings().limits_total
+    assert within_descriptors(limits) == limits
+    assert given_descriptors == [soft, resource.RLIM_INFINITY]
+
+
+def test_one_caller_may_not_take_all_places() -> None:
+    settings = GatewaySettings()
+    assert settings.limits_per_key.concurrency < settings.limits_total.concurrency

@@ -1,13 +1,12 @@
-"""Tests of fields that only the gateway requests, of hints, and of file descriptor limits.
+"""Tests of fields that only the gateway requests, and of hints.
 
 Fields that the gateway requests for capture never reach a client that did not request them. Hints are reported and
-honoured by the chat template, or refused by strict settings. The number of file descriptors limits the concurrency.
+honoured by the chat template, or refused by strict settings.
 """
 
 from __future__ import annotations
 
 import json
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import REGISTRY
 
-from headrace_gateway.access.limits import within_descriptors
 from headrace_gateway.access.refusals import ApiError
 from headrace_gateway.apis import answers
 from headrace_gateway.capture.transcript import Transcript
@@ -25,7 +23,6 @@ from headrace_gateway.requests.chat_request import ChatRequest, parse_chat
 from headrace_gateway.requests.engine_wire import EngineAnswer
 from headrace_gateway.requests.identity import CallIdentity
 from headrace_gateway.requests.request_context import RequestContext, header_value, metric_label
-from headrace_gateway.settings import GatewaySettings, LimitSettings
 from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
 from tests.support.fake_replica import VERSION, FakeReplica, Fault, Generation, entry
@@ -309,42 +306,3 @@ def test_a_header_holds_printable_names_and_a_metric_known_ones() -> None:
     assert [metric_label(name) for name in ("tools.web_search", "media.image", "x-of-a-client")] == [
         "tools", "media", "other",
     ]  # fmt: skip
-
-
-@pytest.fixture
-def given_descriptors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Replace the process limit of file descriptors, and return its soft and hard value."""
-    limits = [1024, 4096]
-
-    def put(_what: int, both: tuple[int, int]) -> None:
-        assert both[0] <= both[1] or both[1] == resource.RLIM_INFINITY
-        limits[:] = both
-
-    monkeypatch.setattr(resource, "getrlimit", lambda _resource: tuple(limits))
-    monkeypatch.setattr(resource, "setrlimit", put)
-    return limits
-
-
-def test_the_process_asks_for_what_it_needs(given_descriptors: list[int]) -> None:
-    limits = LimitSettings(concurrency=1000)
-    assert within_descriptors(limits) == limits
-    assert given_descriptors == [2128, 4096]
-
-
-def test_what_the_system_does_not_give_lowers_the_concurrency(given_descriptors: list[int]) -> None:
-    fits = within_descriptors(GatewaySettings().limits_total)
-    assert fits.concurrency == (4096 - 128) // 2
-    assert given_descriptors == [4096, 4096]
-
-
-@pytest.mark.parametrize("soft", [100_000, resource.RLIM_INFINITY])
-def test_what_is_enough_is_left_alone(given_descriptors: list[int], soft: int) -> None:
-    given_descriptors[:] = [soft, resource.RLIM_INFINITY]
-    limits = GatewaySettings().limits_total
-    assert within_descriptors(limits) == limits
-    assert given_descriptors == [soft, resource.RLIM_INFINITY]
-
-
-def test_one_caller_may_not_take_all_places() -> None:
-    settings = GatewaySettings()
-    assert settings.limits_per_key.concurrency < settings.limits_total.concurrency

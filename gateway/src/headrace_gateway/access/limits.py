@@ -92,6 +92,8 @@ class Meter:
         if wait_s:
             message = f"{holder} may ask for {self._limits.tokens_per_s:g} tokens per second (tokens_per_s)"
             return ApiError(429, "token_limit_exceeded", message, retry_after_s=wait_s)
+        if self.in_progress == 1:  # a call with more choices than the limit may run alone
+            return None
         return self._refuse_concurrency(choices - 1, holder)
 
     def begin(self, count: int = 1, tokens: float = 0) -> None:
@@ -104,17 +106,10 @@ class Meter:
         self.in_progress -= count
 
     def _refuse_concurrency(self, count: int, holder: str) -> ApiError | None:
-        if count and self.in_progress + count > max(self._limits.concurrency, self._single_call_limit(count)):
+        if self.in_progress + count > self._limits.concurrency:
             message = f"{holder} may have {self._limits.concurrency} requests in progress, each choice counting as one"
             return ApiError(429, "concurrency_limit_exceeded", message, retry_after_s=1)
         return None
-
-    def _single_call_limit(self, count: int) -> int:
-        """Return a concurrency limit that admits a call with several choices if no other call is in progress.
-
-        Without it, a call with more choices than the limit could never run. 0 if the limit does not apply.
-        """
-        return count + 1 if self.in_progress == 1 and count > 1 else 0
 
 
 @dataclass(slots=True)
