@@ -186,8 +186,9 @@ async def gateway(
             RequestLimits(
                 gateway_settings.limits_total,
                 clock,
-                tenants=len({key.tenant for key in gateway_settings.keys}),
-                tenant_share=gateway_settings.tenant_share,
+                tenant_share=gateway_settings.tenant_share
+                if len({key.tenant for key in gateway_settings.keys}) > 1
+                else None,
                 bytes_per_hour=gateway_settings.capture.tenant_bytes_per_hour,
             ),
             publisher,

@@ -64,8 +64,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
     limits = RequestLimits(
         within_descriptors(settings.limits_total),
         clock,
-        tenants=tenants,
-        tenant_share=settings.tenant_share,
+        tenant_share=settings.tenant_share if tenants > 1 else None,
         bytes_per_hour=settings.capture.tenant_bytes_per_hour,
     )
     metrics.IN_PROGRESS.set_function(lambda: limits.in_progress)

@@ -222,7 +222,7 @@ def test_who_has_all_places_in_use_comes_back_in_a_second() -> None:
 
 @pytest.mark.parametrize(("share", "calls"), [(0.5, 4), (0.01, 1)])
 def test_one_tenant_with_several_keys_leaves_its_part_of_the_total_to_others(share: float, calls: int) -> None:
-    limits = RequestLimits(LimitSettings(concurrency=8, burst=800), ManualClock(), tenants=2, tenant_share=share)
+    limits = RequestLimits(LimitSettings(concurrency=8, burst=800), ManualClock(), tenant_share=share)
     greedy = [Caller(f"g{n}", "g", "greedy", ALL_SCOPES, None, LimitSettings()) for n in range(3)]
     modest = Caller("m", "m", "modest", ALL_SCOPES, None, LimitSettings())
     with contextlib.ExitStack() as stack:
@@ -237,7 +237,7 @@ def test_one_tenant_with_several_keys_leaves_its_part_of_the_total_to_others(sha
 @pytest.mark.parametrize(("share", "calls", "tokens"), [(0.5, 4, 500), (0.001, 1, 1)])
 def test_part_of_a_tenant_is_refilled_in_proportion(share: float, calls: int, tokens: int) -> None:
     total = LimitSettings(requests_per_s=1, burst=8, tokens_per_s=100, tokens_burst=1000)
-    limits = RequestLimits(total, ManualClock(), tenants=2, tenant_share=share)
+    limits = RequestLimits(total, ManualClock(), tenant_share=share)
     tenant = Caller("g", "g", "greedy", ALL_SCOPES, None, LimitSettings())
     for number in range(calls):
         taken = limits.work(tenant, 1, 0 if number else tokens)
@@ -267,11 +267,11 @@ def test_stored_bytes_are_bounded_for_each_tenant_and_hour() -> None:
 def test_call_with_more_choices_than_the_limit_runs_alone(choices: int) -> None:
     limits = RequestLimits(LimitSettings(), ManualClock())
     limited = caller(concurrency=choices - 1)
-    with limits.admit(limited):
-        with limits.work(limited, choices, 0), pytest.raises(ApiError), limits.admit(limited):
-            pass
-        with pytest.raises(ApiError, match="requests in progress"), limits.admit(limited):
-            limits.work(limited, choices, 0).__enter__()
+    with limits.admit(limited), limits.work(limited, choices, 0), pytest.raises(ApiError), limits.admit(limited):
+        pass
+    limited = caller("two", concurrency=choices)
+    with limits.admit(limited), pytest.raises(ApiError, match="requests in progress"), limits.admit(limited):
+        limits.work(limited, choices, 0).__enter__()
 
 
 @pytest.mark.parametrize("choices", [1, 4, 16])

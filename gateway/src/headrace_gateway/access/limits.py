@@ -125,8 +125,7 @@ class Work:
 class RequestLimits:
     """Meters of one gateway process. Several gateways do not share them.
 
-    If keys belong to several `tenants`, each tenant may use `tenant_share` of the total, so that no tenant can exhaust
-    it.
+    With a `tenant_share`, each tenant may use this part of the total, so that no tenant can exhaust it.
     """
 
     def __init__(
@@ -134,14 +133,13 @@ class RequestLimits:
         total: LimitSettings,
         clock: Clock,
         *,
-        tenants: int = 1,
-        tenant_share: float = 1.0,
+        tenant_share: float | None = None,
         bytes_per_hour: int = CaptureSettings().tenant_bytes_per_hour,
     ) -> None:
         self._clock = clock
         self._total_settings = total
         self._total = Meter(total, clock)
-        self._of_tenant = _part(total, tenant_share) if tenants > 1 else None
+        self._of_tenant = None if tenant_share is None else _part(total, tenant_share)
         self._bytes_per_hour = bytes_per_hour
         self._keys: dict[str, Meter] = {}
         self._tenants: dict[str, Meter] = {}
