@@ -177,11 +177,14 @@ def test_plan_prefers_the_last_requested_version() -> None:
         ({"base": name(0)}, None),
         ({"base": name(8)}, f"its base {name(8)} is withdrawn"),
         ({"base": name(9)}, f"its base {name(9)} is not registered"),
+        ({"base": name(7)}, f"its base {name(7)} is retired"),
+        ({"retired_at": START}, "it is retired"),
     ],
 )
 def test_plan_rejects_an_incompatible_version(fields: Any, reason: str | None) -> None:
     new = version(2, **fields)
-    seen = view(BEFORE, CROWNED, version(8, state="withdrawn"), new, champion=1)
+    others = version(7, state="rejected", retired_at=START), version(8, state="withdrawn")
+    seen = view(BEFORE, CROWNED, *others, new, champion=1)
     refusal = incompatibility(new, seen)
     assert (refusal is None) if reason is None else (refusal or "").startswith(reason)
     assert plan(seen, now()) == (Adopt(name(2)) if reason is None else Reject(name(2), refusal or ""))
