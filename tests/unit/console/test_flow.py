@@ -246,6 +246,28 @@ def test_the_sentence_states_scores_versions_and_interval() -> None:
 @pytest.mark.parametrize(
     ("scores", "sentence"),
     [
+        ((None,), "m: no version has an audit score yet."),
+        ((0.4,), "m: the first version is the champion (audit score 0.40)."),
+        ((0.4, None), "m: only the first version has an audit score so far (audit score 0.40)."),
+        (
+            (0.46, 0.79, None),
+            "m learns: audit score 0.46 → 0.79 in 1 version (95 %: +0.25 to +0.41). The champion is not scored yet.",
+        ),
+    ],
+)
+def test_the_sentence_names_what_is_not_scored_yet(scores: tuple[float | None, ...], sentence: str) -> None:
+    versions = [version(step, score) for step, score in enumerate(scores)][::-1]
+    assert describe_learning("m", versions[0].id, versions).sentence == sentence
+
+
+def test_a_refused_version_does_not_stand_for_a_champion_without_a_score() -> None:
+    versions = [version(2, None), version(1, 0.1, state="rejected"), version(0, 0.5)]
+    assert describe_learning("m", versions[0].id, versions).verdict == "unmeasured"
+
+
+@pytest.mark.parametrize(
+    ("scores", "sentence"),
+    [
         ((0.4, 0.8, 0.8, 0.79), ""),
         ((0.4, 0.6, 0.8, 0.8, 0.79, 0.8), "No rise in the last 3 versions: step 2 reached 0.80."),
         ((0.4, 0.8, 0.8, 0.8, 0.8, 0.81), ""),
@@ -258,6 +280,23 @@ def test_a_model_that_learned_is_stated_not_to_rise_after_three_versions(
     described = describe_learning("m", versions[0].id, versions)
     assert described.verdict == "learns"
     assert described.sentence.partition("). ")[2] == sentence
+
+
+def test_a_small_batch_names_the_open_sessions_that_it_waits_for() -> None:
+    waiting = "trainer_waiting_experiences 3.0"
+    few, open_sessions = (find_cause(facts(TURNS, waiting, *more)) for more in ((), ("collector_open_sessions 40.0",)))
+    assert few is not None
+    assert "send more calls" in few.remedy
+    assert open_sessions is not None
+    assert "40 sessions are open, and each is trained after its end" in open_sessions.remedy
+
+
+@pytest.mark.parametrize("width", [0.004, 0.021, 0.45, 0.6, 1.0, 30.0])
+def test_the_grid_of_a_chart_has_three_to_eight_different_labels(width: float) -> None:
+    chart = interval_chart("x", [Mark(0, 0.351, 0.351, 0.351, ""), Mark(1, 0.351 + width, 0.351, 0.351 + width, "")])
+    labels = re.findall(r'dominant-baseline="middle">([^<]+)<', chart)
+    assert 3 <= len(labels) <= 8
+    assert len(set(labels)) == len(labels)
 
 
 def test_the_rule_has_the_numbers_of_the_settings() -> None:

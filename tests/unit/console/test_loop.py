@@ -111,6 +111,7 @@ async def test_the_why_page_explains_each_reason_of_dropped_turns(tmp_path: Path
         assert 'href="/sessions?status=dropped&amp;evaluation=shown">eval</a>' in page
         assert "OpenAI(timeout=600)" in page
         assert "Why nothing trains" in page
+        assert page.count('<td class="number">no answer</td>') == 10, "a service that is away has no number, not 0"
 
 
 async def test_a_subscriber_gets_each_change_at_most_once_a_second() -> None:

@@ -60,7 +60,9 @@ def interval_chart(title: str, marks: Sequence[Mark], lines: Sequence[Line] = ()
     def y_of(value: float) -> float:
         return _TOP + (HEIGHT - _TOP - _BOTTOM) * (high - value) / (high - low)
 
-    parts = [_grid_line(y_of(level), f"{level:.2f}") for level in _levels(low, high)]
+    levels = _levels(low, high)
+    digits = max(2, -math.floor(math.log10(levels[1] - levels[0])))
+    parts = [_grid_line(y_of(level), f"{level:.{digits}f}") for level in levels]
     parts += [_limit_line(y_of(line.value), line.label) for line in lines]
     path = " ".join(f"{x_of(mark.x):.1f},{y_of(mark.value):.1f}" for mark in drawn)
     parts.append(Markup('<polyline class="course" points="{}"/>').format(path))
@@ -98,10 +100,10 @@ def _limit_line(y: float, label: str) -> Markup:
 
 
 def _levels(low: float, high: float) -> list[float]:
-    """Return three to seven round numbers between `low` and `high`."""
-    raw = (high - low) / 5
-    power = 10 ** math.floor(math.log10(raw))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw)
+    """Return three to eight round numbers between `low` and `high`."""
+    widest = (high - low) / 3
+    power = 10 ** math.floor(math.log10(widest))
+    step = next(factor * power for factor in (5, 2, 1) if factor * power <= widest)
     return [step * number for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 

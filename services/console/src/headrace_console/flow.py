@@ -236,7 +236,7 @@ def _dropped(facts: Facts) -> Cause | None:
     reason = max(reasons, key=lambda name: reasons[name])
     return Cause(
         "stale" if reason == "stale" else "dropped",
-        f"The trainer dropped experiences: {_counts(reasons)}.",
+        f"The trainer dropped experiences: {_counts(reasons)}{' since it last trained' if facts.trained else ''}.",
         remedy(reason, DROP_REMEDIES),
     )
 
@@ -247,10 +247,17 @@ def _small_batch(facts: Facts) -> Cause | None:
     if not waiting or waiting >= rules.batch_experiences:
         return None
     few = waiting < rules.experiences_after_wait
+    sessions = facts.value("collector", "headrace_collector_open_sessions")
+    more = (
+        f"{_plural(sessions, 'session is', 'sessions are')} open, and each is trained after its end (collector.idle_s "
+        f"= {facts.idle_s:g})"
+        if sessions
+        else "send more calls"
+    )
     return Cause(
         "batch_not_full",
         f"{_plural(waiting, 'experience waits', 'experiences wait')} for a batch of {rules.batch_experiences}.",
-        f"A step needs {rules.experiences_after_wait} of them after {rules.batch_wait_s:g} s: send more calls, or "
+        f"A step needs {rules.experiences_after_wait} of them after {rules.batch_wait_s:g} s: {more}, or "
         "lower trainer.batch_experiences_min."
         if few
         else f"The next step is taken within {rules.batch_wait_s:g} s.",

@@ -129,16 +129,26 @@ def scored_versions(versions: Sequence[VersionState]) -> list[ScoredVersion]:
 
 
 def describe_learning(model: str, champion: str | None, versions: Sequence[VersionState]) -> Learning:
-    """Return whether the champion's audit score is shown to differ from that of the first measured version."""
+    """Return whether the audit score of the champion is shown to differ from that of the first measured version.
+
+    Until the champion is measured, the last measured version before it that was promoted stands for it.
+    """
     promotions = [event.time for version in versions for event in version.decisions if event.decision == "promoted"]
     swapped_at = max(promotions, default=None)
     scored = scored_versions(versions)
-    last = next((version for version in scored if version.version == champion), None)
-    if last is None or len(scored) < 2 or last == scored[0]:
-        reason = "a gate program is not set, or no version after the first was measured"
-        number = f" Its score is {last.score:.2f}." if last is not None else ""
-        return Learning("unmeasured", f"{model}: no audit score to compare yet ({reason}).{number}", swapped_at)
+    if not scored:
+        return Learning("unmeasured", f"{model}: no version has an audit score yet.", swapped_at)
     first = scored[0]
+    last = next((version for version in scored if version.version == champion), None)
+    pending = ""
+    if last is None:
+        step = next((version.step for version in versions if version.id == champion), 0)
+        serving = [version for version in scored if version.step < step and not version.is_refused]
+        last = serving[-1] if serving else first
+        pending = " The champion is not scored yet."
+    if last == first:
+        reason = "only the first version has an audit score so far" if pending else "the first version is the champion"
+        return Learning("unmeasured", f"{model}: {reason} (audit score {first.score:.2f}).", swapped_at)
     difference = last.score - first.score
     width = Z95 * math.hypot(first.error, last.error)
     lower, upper = difference - width, difference + width
@@ -149,10 +159,10 @@ def describe_learning(model: str, champion: str | None, versions: Sequence[Versi
     )
     if lower > 0:
         course = [version for version in scored if version.step <= last.step]
-        return Learning("learns", f"{model} learns: {numbers}.{_describe_plateau(course)}", swapped_at)
+        return Learning("learns", f"{model} learns: {numbers}.{_describe_plateau(course)}{pending}", swapped_at)
     if upper < 0:
-        return Learning("worse", f"{model} got worse: {numbers}.", swapped_at)
-    return Learning("unclear", f"{model} is not shown to change: {numbers}.", swapped_at)
+        return Learning("worse", f"{model} got worse: {numbers}.{pending}", swapped_at)
+    return Learning("unclear", f"{model} is not shown to change: {numbers}.{pending}", swapped_at)
 
 
 def _describe_plateau(scored: Sequence[ScoredVersion]) -> str:

@@ -183,8 +183,8 @@ def _time(event: ModelEvent) -> datetime:
     return event.time
 
 
-def _stages(facts: Facts) -> list[tuple[str, str, float]]:
-    """Return service, label and value of each number that the page Why lists."""
+def _stages(facts: Facts) -> list[tuple[str, str, float | None]]:
+    """Return service, label and value of each number that the page Why lists, None if the service does not answer."""
     numbers = [
         ("gateway", "calls captured", "headrace_gateway_turns_total"),
         ("collector", "sessions open", "headrace_collector_open_sessions"),
@@ -193,11 +193,15 @@ def _stages(facts: Facts) -> list[tuple[str, str, float]]:
         ("scorer", "runs that wait for rewards", "headrace_scorer_waiting_trajectories"),
         ("scorer", "experiences sent", "headrace_scorer_experiences_total"),
         ("trainer", "experiences that wait for a batch", "headrace_trainer_waiting_experiences"),
-        ("trainer", "experiences trained", "headrace_trainer_trained_total"),
-        ("trainer", "experiences dropped", "headrace_trainer_dropped_total"),
+        ("trainer", "revisions of experiences trained", "headrace_trainer_trained_total"),
+        ("trainer", "revisions of experiences dropped", "headrace_trainer_dropped_total"),
         ("registry", "versions that wait for the gate", "headrace_registry_waiting_versions"),
     ]
-    return [(service, meaning, facts.value(service, metric)) for service, meaning, metric in numbers]
+    away = {name for name, service in facts.stack.services.items() if service.status == "away"}
+    return [
+        (service, meaning, None if service in away else facts.value(service, metric))
+        for service, meaning, metric in numbers
+    ]
 
 
 PAGES = (
