@@ -7,9 +7,11 @@ from datetime import timedelta
 
 import pytest
 
+from headrace_console.read_model import reward_queries
 from headrace_console.read_model.side_rows import bucket_of
 from headrace_schemas import Reward
-from tests.support.account_events import START
+from headrace_schemas.values.ids import response_id, session_key
+from tests.support.account_events import START, turn
 from tests.unit.console.support import Stand
 from tests.unit.console.test_sessions import KEY, apply, session_events
 
@@ -24,7 +26,7 @@ async def test_rewards_page_counts_each_outcome_in_its_own_column(stand: Stand) 
     first = ["1", "0.400"]
     assert numbers["concise"] == [*first, "1", "0", "0", "0", "0", "0"], "weight 1; two revisions are one reward"
     assert numbers["judge:help"] == ["1", "", "0", "1", "0", "0", "0", "0"]
-    assert "Not computed: no two sources have scored 30 turns or runs" in page
+    assert "without evaluation sessions, no two sources have scored 30 turns or runs" in page
     assert "No source failed in the last 7 days." in page
     assert "</meter> 100 %" in page
     assert "0.4 to 0.5" in page
@@ -51,6 +53,26 @@ async def test_rewards_page_names_the_two_sources_that_disagree_most(stand: Stan
     assert sentence is not None, page
     assert "32 % of 40 turns or runs that both scored have the same score from both." in sentence[1]
     assert re.search(r"beyond chance: -?0\.[0-9]{3} \(95 %: -0\.[0-9]{3} to 0\.[0-9]{3}\)", sentence[1]), sentence[1]
+
+
+async def test_disagreement_is_that_of_sessions_with_rewards(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand.clock.now = lambda: START + timedelta(hours=2)  # type: ignore[method-assign]
+    monkeypatch.setattr(reward_queries, "SESSIONS_MAX", 1)
+    rewards = [
+        Reward(time=START, trajectory_id=f"R{run}", session_key=KEY, source=source, value=(run + shift) % 2)
+        for shift, source in enumerate(("concise", "correct"))
+        for run in range(30)
+    ]
+    keys = [session_key("default", f"open{number}") for number in range(4)]
+    later = [turn(response_id(key), session_key=key, time=START + timedelta(hours=1)) for key in keys]
+    evaluations = [call.model_copy(update={"purpose": "eval"}) for call in later[:2]]
+    scored = [
+        Reward(time=START, trajectory_id=f"X{at}", session_key=key, source="concise", value=1.0)
+        for at, key in enumerate(keys[:2])
+    ]
+    await apply(stand, [*session_events()[:1], *rewards, *evaluations, *later[2:], *scored])
+    page = (await (await stand.signed_in()).get("/rewards")).text
+    assert "concise and correct about m: 0 % of 30 turns or runs" in " ".join(page.split())
 
 
 @pytest.mark.parametrize(

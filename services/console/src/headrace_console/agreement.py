@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import combinations
 from typing import Any
 
@@ -103,7 +104,13 @@ def least_agreeing_pair(items: Collection[Mapping[str, float]], seed: int) -> Pa
         value = kappa(Counter(common), squared) if len(common) >= COMMON_MIN else None
         if value is not None and (lowest is None or value < lowest[0]):
             lowest = value, pair, common
-    return None if lowest is None else _pair(lowest[2], lowest[1], squared, seed)
+    return None if lowest is None else _score_pair(tuple(lowest[2]), lowest[1], seed)
+
+
+@lru_cache(maxsize=64)
+def _score_pair(common: tuple[tuple[Any, Any], ...], pair: tuple[str, str], seed: int) -> PairAgreement:
+    """Return the agreement of two columns of scores. The interval takes longer than the rest of a page."""
+    return _pair(common, pair, squared, seed)
 
 
 def _common(items: Iterable[Mapping[str, Hashable]], pair: tuple[str, str]) -> list[tuple[Any, Any]]:

@@ -10,11 +10,11 @@ from sqlalchemy import case, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
-from headrace_console.read_model.queries import texts_of
+from headrace_console.read_model.queries import SEARCHED_MAX, texts_of
 from headrace_console.read_model.queues import nearest_score
 
 SESSIONS_MAX = 500
-"""Largest number of sessions whose scores are compared: the newest ones."""
+"""Largest number of sessions whose scores are compared: the newest ones with rewards, without evaluations."""
 _SCORES_MAX = 5_000
 Target = tuple[int, int, int]
 """Trajectory, turn (0: the whole run) and choice (-1: all answers) that a reward is about."""
@@ -63,14 +63,27 @@ async def rewards_by_source(tx: AsyncConnection, tenant: int, since_hour: int) -
 
 
 async def common_scores(tx: AsyncConnection, tenant: int, since_ms: int) -> Scores:
-    """Return the scores of the newest sessions that began in a period, the newest first.
+    """Return the scores of the newest sessions with rewards in a period, without evaluation sessions.
 
-    A score is a reward from 0 to 1, rounded to the nearest score that raters can give. At most 5,000 scores are read.
+    A score is a reward from 0 to 1, rounded to the nearest score that raters can give. At most 5,000 scores
+    of the newest 5,000 sessions are read.
     """
     sessions, trajectories, rewards = tables.sessions, tables.trajectories, tables.rewards
-    newest = select(sessions.c.id, sessions.c.model, sessions.c.began_ms)
+    newest = select(sessions.c.began_ms)
     newest = newest.where(sessions.c.tenant == tenant, sessions.c.began_ms > max(0, since_ms - 1))
-    recent = newest.order_by(sessions.c.began_ms.desc()).limit(SESSIONS_MAX).subquery()
+    searched = newest.order_by(sessions.c.began_ms.desc()).limit(SEARCHED_MAX).subquery()
+    horizon = select(func.min(searched.c.began_ms)).scalar_subquery()
+    # PostgreSQL turns an EXISTS into a join that may read all rewards, and leaves a subquery with a limit alone.
+    reward = select(rewards.c.source).join(trajectories, trajectories.c.id == rewards.c.trajectory)
+    reward = reward.where(trajectories.c.session == sessions.c.id).limit(1)
+    recent = (
+        select(sessions.c.id, sessions.c.model, sessions.c.began_ms)
+        .where(sessions.c.tenant == tenant, sessions.c.began_ms >= horizon, reward.scalar_subquery().is_not(None))
+        .where(sessions.c.flags.bitwise_and(tables.FLAGS["eval"]) == 0)
+        .order_by(sessions.c.began_ms.desc())
+        .limit(SESSIONS_MAX)
+        .subquery()
+    )
     target = rewards.c.trajectory, rewards.c.turn, rewards.c.choice
     query = select(recent.c.model, rewards.c.source, rewards.c.value, *target)
     query = query.join(trajectories, trajectories.c.session == recent.c.id)
