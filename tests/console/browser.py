@@ -37,6 +37,10 @@ _FOCUS = """() => {
   const item = document.activeElement, style = getComputedStyle(item);
   return [window.operable.indexOf(item), style.outlineStyle !== "none" && parseFloat(style.outlineWidth) > 0];
 }"""
+_LIST_HIDDEN_NAMES = """() => {
+  const links = [...document.querySelectorAll("tbody th a")], width = document.documentElement.clientWidth;
+  return links.filter((link) => link.getBoundingClientRect().right > width).map((link) => link.textContent);
+}"""
 _PLANTED = """<script>window.planted = 1</script><img src="http://other.example/x.png">
 <svg width="900" height="9"></svg>
 <button tabindex="-1">never reached</button></main>"""
@@ -88,6 +92,7 @@ def examine(page: Page, path: str) -> dict[str, Any]:
         ]
     page.set_viewport_size(NARROW)
     overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+    hidden_names = page.evaluate(_LIST_HIDDEN_NAMES) if path.startswith("/sessions") else []
     page.set_viewport_size(WIDE)
     unreached, without_ring = walk(page)
     return {
@@ -96,6 +101,7 @@ def examine(page: Page, path: str) -> dict[str, Any]:
         "headings": page.locator("h1").count(),
         "axe": axe,
         "overflow_px": overflow,
+        "hidden_names": hidden_names,
         "unreached": unreached,
         "without_ring": without_ring,
         "policy": page.evaluate("window.violations"),

@@ -37,8 +37,11 @@ _SESSIONS = 150
 _CALLS_MIN = 20
 _RESTARTED_S = 60.0
 _SETTLED_S = 60.0
-_REASONS = r"([0-9,]+)(?: \(([^)]*)\))?"
-_SENTENCE = re.compile(rf"([0-9,]+) turns? captured = ([0-9,]+) trained \+ {_REASONS} waiting \+ {_REASONS} dropped")
+_REASONS = r"(?: \(([^)]*)\))?"
+_SENTENCE = re.compile(
+    r"([0-9,]+) turns? captured = ([0-9,]+) trained \+ "
+    rf"([0-9,]+) waiting{_REASONS} \+ ([0-9,]+) dropped{_REASONS}"
+)
 AccountCounts = tuple[int, int, dict[str, int], dict[str, int]]
 """Counts of turns: captured, trained, waiting by reason, and dropped by reason."""
 

@@ -142,6 +142,7 @@ def _page_lines(observed: dict[str, Any]) -> Iterator[Line]:
     yield no_problems("violations of axe-core, on every page in two themes", _listed(pages, "axe"))
     wide = [f"{page['path']}: {page['overflow_px']} px" for page in pages if page["overflow_px"] > 0]
     yield no_problems("pages that scroll sideways at 320 px", wide)
+    yield no_problems("sessions whose first words are outside a page of 320 px", _listed(pages, "hidden_names"))
     yield no_problems("controls that the tabulator key does not reach", _listed(pages, "unreached"))
     yield no_problems("focused controls without a visible ring", _listed(pages, "without_ring"))
     yield no_problems("violations of the Content Security Policy", _listed(pages, "policy"))

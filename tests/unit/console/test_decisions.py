@@ -132,6 +132,8 @@ async def test_an_operator_promotes_and_withdraws_a_version(data_dir: Path) -> N
     async with opened(data_dir, rig) as stand:
         client = await stand.signed_in("operator")
         assert "Make it the next candidate" in (await client.get(address(new))).text
+        found = await client.get("/find", params={"q": new.partition("@")[0]})
+        assert found.headers["location"] == f"/models/{new.partition('@')[0]}"
         reply = await post(client, f"{address(new)}/promote", "it answers better")
         assert (reply.status_code, reply.headers["location"]) == (303, address(new)), reply.text
         entry = await audited(rig)

@@ -75,7 +75,7 @@ async def test_loop_shows_the_account_of_the_tenants_that_the_user_may_see(tmp_p
     await apply(stand, [*session_events()[:3], *foreign_events(), report(dropped)])
     for headers in ({}, {"hx-request": "true"}):
         page = (await client.get("/", headers=headers)).text
-        assert "1 turn captured = 0 trained + 0 waiting + 1 (stale 1) dropped." in page
+        assert "1 turn captured = 0 trained + 0 waiting + 1 dropped (stale 1)." in page
     await stand.console.close()
 
 
@@ -282,7 +282,7 @@ async def test_find_states_what_was_searched_without_a_match(stand: Stand) -> No
     for text in ("unheard", "ffffffffffff", "m@ffffffffffff"):
         reply = await client.get("/find", params={"q": text})
         assert reply.status_code == 404
-        assert "not found among response ids, sessions, versions (12 digits or more) and tasks" in reply.text
+        assert "not found among response ids, sessions, models, versions (12 digits or more) and tasks" in reply.text
 
 
 async def test_list_hides_evaluation_sessions_unless_they_are_asked_for(stand: Stand) -> None:

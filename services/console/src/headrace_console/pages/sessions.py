@@ -86,7 +86,7 @@ async def turn(visit: Visit) -> Response:
 
 
 async def find(visit: Visit) -> Response:
-    """Redirect to the turn, session, version or task that the parameter `q` names.
+    """Redirect to the turn, session, version, task or model that the parameter `q` names.
 
     Raises:
         Refused: the user may see no record of this name (404).
@@ -108,7 +108,9 @@ async def find(visit: Visit) -> Response:
             if address is None and await queries.has_task(tx, number, text):
                 address = f"/sessions?{urlencode({'task': text, 'evaluation': 'shown', 'tenant': tenant})}"
     if address is None:
-        searched = "response ids, sessions, versions (12 digits or more) and tasks"
+        address = await _model_address(visit, text)
+    if address is None:
+        searched = "response ids, sessions, models, versions (12 digits or more) and tasks"
         raise Refused(404, "not_found", f"{printable(text)!r}: not found among {searched}", "q")
     return RedirectResponse(address, 303)
 
@@ -129,6 +131,14 @@ def _queue_query(parameters: Mapping[str, str]) -> str:
     """Return the query that fills the form of a new review queue with the filter of the list."""
     selection = {name: text for name, text in parameters.items() if name not in ("evaluation", *_POSITIONS)}
     return f"?{urlencode(selection)}" if selection else ""
+
+
+async def _model_address(visit: Visit, text: str) -> str | None:
+    """Return the address of the model of this name, or None if the registry has no such model or does not answer."""
+    with contextlib.suppress(Refused):
+        if any(model.id == text for model in await visit.parts.registry.models()):
+            return f"/models/{quote(text, safe='')}"
+    return None
 
 
 async def _version_address(tx: AsyncConnection, text: str) -> str | None:
