@@ -202,6 +202,11 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RegistryReader, "model", model)
 
 
+async def test_a_version_has_its_audit_score(stand: Stand, registry: None) -> None:
+    page = (await (await stand.signed_in()).get(f"/models/m/{OTHER.partition('@')[2]}")).text
+    assert '<th scope="row">audit score</th><td>0.400, mean of 200 tasks</td>' in page
+
+
 async def test_two_versions_are_compared_by_scores_sessions_and_shared_tasks(
     stand: Stand, registry: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -121,7 +121,9 @@ async def test_only_own_valid_feedback_can_be_withdrawn(tmp_path: Path, monkeypa
     own = {"msg_ids": (TURN_ID,), "rater": "reviewer"}
     score, edit = feedback(value=0.5, rater="reviewer"), feedback(edit=EDIT, **own)
     undone = feedback(kind="edit", withdrawn=True, **own)
-    log = [turn(TURN_ID, session_key=KEY, session_id="s1"), score, feedback(value=1), edit, undone]
+    question = Message(role="user", content="Who sent it?")
+    answered = turn(TURN_ID, session_key=KEY, session_id="s1", messages=(question,))
+    log = [answered, score, feedback(value=1), edit, undone]
     readable: list[Event] = []
 
     async def read(_self: object, _topic: str, positions: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Event]:
@@ -141,6 +143,7 @@ async def test_only_own_valid_feedback_can_be_withdrawn(tmp_path: Path, monkeypa
         assert "Withdraw my edit" not in of_session
         assert "Withdraw my edit<" in of_turn
         assert "Ada.</textarea>" in of_turn, "the user's edit takes the place of the answer"
+        assert "Who sent it?" in of_turn, "the question stands above the forms"
         assert "Withdraw my score" not in of_turn
         readable[:] = log
         await apply(stand, log)

@@ -111,7 +111,7 @@ async def test_session_page_names_the_version_that_contains_a_save_between_versi
     link = f'<a href="/models/m/{SECOND[2:]}">{SECOND[:14]}</a>'
     assert f"trained: pushed up, advantage +0.5 (step 3 of lineage main), first in {link}" in page
     assert f"by step 3 of lineage main, first in {SECOND}." in page
-    assert await learned_rows(stand, SECOND) == [(session.key, "+0.5", "up")], "the version's own page agrees"
+    assert await learned_rows(stand, SECOND) == [(session.key, "+0.500", "up")], "the version's own page agrees"
 
 
 async def test_runs_of_one_session_are_told_apart(stand: Stand) -> None:
@@ -156,11 +156,11 @@ async def test_version_page_lists_what_was_trained_since_the_version_before_it(s
         ],
     )
     keys = {session.name: session.key for session in sessions}
-    assert await learned_rows(stand, FIRST) == [(keys["a"], "+0.5", "up")]
+    assert await learned_rows(stand, FIRST) == [(keys["a"], "+0.500", "up")]
     expected = [
-        (keys["e"], "+0.75", "up"),
-        (keys["c"], "+0", "unchanged, undone since"),
-        (keys["b"], "-1", "down"),
+        (keys["e"], "+0.750", "up"),
+        (keys["c"], "+0.000", "unchanged, undone since"),
+        (keys["b"], "-1.000", "down"),
         (keys["d"], "", "not reported"),
     ]
     assert await learned_rows(stand, SECOND) == expected, "neither another version's nor another tenant's"

@@ -11,6 +11,7 @@ from starlette.responses import Response
 from headrace_console.drop_reasons import describe_reason
 from headrace_console.pages.frame import LINES_LENGTH_MAX
 from headrace_console.pages.page import Page, Visit
+from headrace_console.pages.session import message_text, message_values
 from headrace_console.pages.turns import find_session, find_turn, read_turn
 from headrace_console.read_model import queries
 from headrace_console.read_model.packing import unpack_id
@@ -26,6 +27,8 @@ _COMMENT_LENGTH_MAX = 2_000
 _FEEDBACK_MAX = 50
 """Number of a session's newest feedback events that are searched for the user's own."""
 _ANSWER_LENGTH_MAX = 200_000
+_MESSAGES_MAX = 3
+"""Last messages of the prompt that are shown above the forms."""
 
 
 async def form(visit: Visit) -> Response:
@@ -40,6 +43,8 @@ async def form(visit: Visit) -> Response:
         "feedback.html",
         session=session,
         turn=turn,
+        messages=[message_values(message) for message in event.messages[-_MESSAGES_MAX:]] if event is not None else [],
+        answers=[message_text(choice.message) for choice in event.choices] if event is not None else [],
         answer=editable or ("", ""),
         has_text=editable is not None,
         score=own_feedback.get("value"),
