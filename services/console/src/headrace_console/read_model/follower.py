@@ -66,6 +66,8 @@ _RECONNECT_S = 0.5
 _LOCK = 0x636F6E73  # "cons"; key of PostgreSQL's lock for the process that writes
 _POLL_MS = 1_000
 _READ_MS = 2_000
+_GATHER_S = 0.25
+"""Pause in which records gather, because a transaction has dozens of statements for one record as for a hundred."""
 _FETCH_WAIT_MS = 10
 """Time for which the bus holds a fetch request if it has no records. The next read must wait for this request."""
 
@@ -122,6 +124,8 @@ class TopicFollower:
                         await self.process(records)
                     if self._clock.monotonic_s() >= self._checks_retention_at_s:
                         await self.delete_expired()
+                    if 0 < len(records) < batch_max(self._database):
+                        await self._clock.sleep(_GATHER_S)
             except (KafkaError, OSError, Unavailable) as error:
                 log.warning("reader_reconnects", error=repr(error))
             finally:
