@@ -18,9 +18,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,13 @@ def at(values: Values, path: str) -> Any:
 
 
 def as_text(value: Any, form: str) -> str:
-    """Format a value for a page. `,` also puts commas into the numbers of a text such as `0 of 3269`."""
+    """Format a value for a page. `,` also puts commas into the numbers of a text such as `0 of 3269`.
+
+    A median with the least and the greatest value becomes `0.9 (0.8–1.0)`.
+    """
+    if isinstance(value, Mapping):
+        median, least, most = (as_text(value[name], form) for name in ("median", "least", "most"))
+        return f"{median} ({least}–{most})"
     if form == "p":
         return f"{value * 100:.0f}"
     if isinstance(value, str):
@@ -137,9 +144,22 @@ def _compose(report: Values) -> Values:
 
 
 def _example(report: Values) -> Values:
-    """Return the first seed that was played, its rows by their count."""
-    first = report["seeds"][0]
-    return {**first, "rows": {str(row["at"]): row for row in first["rows"]}}
+    """Return the median, least and greatest value over the seeds, the rows by their count."""
+    seeds = [{**seed, "rows": {str(row["at"]): row for row in seed["rows"]}} for seed in report["seeds"]]
+    return {"seeds": len(seeds), **_over_seeds(seeds)}
+
+
+def _over_seeds(seeds: Sequence[Values]) -> Values:
+    """Replace each number by its median, least and greatest value; leave out what is no number."""
+    spreads: dict[str, Any] = {}
+    for name, value in seeds[0].items():
+        values = [seed[name] for seed in seeds]
+        if isinstance(value, Mapping):
+            spreads[name] = _over_seeds(values)
+        elif isinstance(value, int | float):
+            spread = {"median": statistics.median(values), "least": min(values), "most": max(values)}
+            spreads[name] = {which: round(number, 4) for which, number in spread.items()}
+    return spreads
 
 
 def _learning(report: Values) -> Values:
