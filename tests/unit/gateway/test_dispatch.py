@@ -275,12 +275,12 @@ async def test_new_calls_avoid_it_until_it_answers_again(tmp_path: Path) -> None
     async with a.running(), b.running(), gateway(tmp_path, a, b, upstream=UPSTREAM) as served:
         first, second = await busy(served, a, b)
         first.moves.clear()
-        await until(lambda: served.replica_set.hanging(), 10)  # nobody had to call it to find out
+        await until(lambda: served.replica_set.hung_members(), 10)  # nobody had to call it to find out
         served.beat(first)  # it was sent before it hung, and read late
         assert (await served.chat(headers={"X-Session-Id": "x"})).status_code == 200
         assert len(first.requests) == 1
         first.moves.set()
-        await until(lambda: not served.replica_set.hanging(), 10)
+        await until(lambda: not served.replica_set.hung_members(), 10)
         assert (await served.chat(headers={"X-Session-Id": "x"})).status_code == 200
         assert len(first.requests) == 2
         assert len(second.requests) == 1
@@ -293,7 +293,7 @@ async def test_the_only_replica_is_held_on_to_and_answers_when_it_can(tmp_path: 
         asking = asyncio.create_task(served.chat(stream=stream))
         await until(lambda: replica.requests)
         replica.moves.clear()
-        await until(lambda: served.replica_set.hanging(), 10)
+        await until(lambda: served.replica_set.hung_members(), 10)
         later = asyncio.create_task(served.chat("later", stream=stream))
         await until(lambda: replica.health_checks > 4, 10)
         replica.go_on.set()
@@ -309,7 +309,7 @@ async def test_a_twin_that_comes_later_takes_over(tmp_path: Path) -> None:
         asking = asyncio.create_task(served.chat(stream=True))
         await until(lambda: a.requests)
         a.moves.clear()
-        await until(lambda: served.replica_set.hanging(), 10)
+        await until(lambda: served.replica_set.hung_members(), 10)
         served.beat(b)
         assert has_all_tokens_once(await asking, b)
         assert a.cancelled == 1
@@ -330,7 +330,7 @@ async def test_impatient_clients_do_not_hide_that_it_hangs(tmp_path: Path) -> No
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica, upstream=UPSTREAM) as served:
         replica.moves.clear()
-        while not served.replica_set.hanging():
+        while not served.replica_set.hung_members():
             with pytest.raises(httpx2.ReadTimeout):
                 await served.client.post(
                     "/v1/chat/completions",
@@ -350,7 +350,7 @@ async def test_a_hung_replica_without_the_version_of_a_begun_stream_is_waited_fo
         await until(lambda: a.requests)
         a.moves.clear()
         served.route(other, revision=2, serve=(VERSION, other))
-        await until(lambda: served.replica_set.hanging(), 10)
+        await until(lambda: served.replica_set.hung_members(), 10)
         assert (await served.chat("new")).json()["model"] == other
         a.go_on.set()
         a.moves.set()

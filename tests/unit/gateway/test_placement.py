@@ -205,13 +205,13 @@ def test_a_failing_replica_is_left_alone_for_longer_each_time_until_it_is_heard(
     assert member
     pauses = []
     for _ in range(8):
-        rig.replica_set.failed(member)
-        rig.replica_set.failed(member)  # a second call that was under way: the same failure
+        rig.replica_set.note_failure(member)
+        rig.replica_set.note_failure(member)  # a second call that was under way: the same failure
         pauses.append(member.shunned_until_s - rig.clock.monotonic_s())
         assert rig.replica_set.pick(V1, "s") is None
         rig.clock.advance(pauses[-1] + 0.001)
     assert pauses == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0])
-    rig.replica_set.failed(member)
+    rig.replica_set.note_failure(member)
     rig.beat("a", V1)
     assert rig.replica_set.pick(V1, "s") is member
 
@@ -221,7 +221,7 @@ def test_a_version_that_was_announced_and_is_not_there_is_not_asked_for_again() 
     rig.route(V1, 1)
     member = rig.replica_set.pick(V1, "s")
     assert member
-    rig.replica_set.lacks(member, V1)
+    rig.replica_set.note_missing_version(member, V1)
     assert rig.replica_set.pick(V1, "s") is None
     assert rig.replica_set.pick(V2, "s") is member
     rig.beat("a", V1, V2)
@@ -275,7 +275,7 @@ def test_a_broken_stream_waits_while_routing_wants_its_version() -> None:
     rig.beat("a", V1)
     member = rig.replica_set.pick(V1, "s")
     assert member
-    rig.replica_set.lacks(member, V1)
+    rig.replica_set.note_missing_version(member, V1)
     assert rig.placement.may_resume(rig.call(), V1), "it may get it again"
     rig.route(V2, 2, serve=(V2,))
     assert not rig.placement.may_resume(rig.call(), V1)
@@ -285,7 +285,7 @@ async def test_waiting_ends_with_news_and_with_the_pause_of_a_shunned_replica() 
     rig = Rig(a=(V1,))
     member = rig.replica_set.pick(V1, "s")
     assert member
-    rig.replica_set.failed(member)
+    rig.replica_set.note_failure(member)
     started = time.monotonic()
     await rig.replica_set.wait(60)  # 0.05 s: the pause
     assert time.monotonic() - started < 5

@@ -217,7 +217,7 @@ class Relay:
     def _calling(self, upstream: Upstream, elsewhere: Callable[[], bool]) -> Iterator[UpstreamCall]:
         with self._replica_set.calling(upstream.member, elsewhere) as upstream_call:
             yield upstream_call
-        self._replica_set.served(upstream.member)
+        self._replica_set.note_success(upstream.member)
 
     def _note(self, upstream: Upstream, failure: ReplicaFailed, budget: _RetryBudget) -> None:
         replica_id = upstream.member.replica.replica_id
@@ -225,11 +225,11 @@ class Relay:
         log.warning("replica_failed", replica=replica_id, trouble=failure.trouble, error=str(failure))
         match failure.trouble:
             case "full":
-                self._replica_set.full(upstream.member)
+                self._replica_set.note_full(upstream.member)
             case "version_missing":
-                self._replica_set.lacks(upstream.member, upstream.version)
+                self._replica_set.note_missing_version(upstream.member, upstream.version)
             case "connection" | "aborted":
-                self._replica_set.failed(upstream.member)
+                self._replica_set.note_failure(upstream.member)
             case "hung":
                 budget.waited(self._clock.monotonic_s() - upstream.member.silent_since_s)
             case "error":

@@ -24,8 +24,8 @@ _BACKOFF_S = 0.05
 _BACKOFF_MAX_S = 2.0
 _FULL_BACKOFF_MAX_S = 0.4
 _MEMBERS_MAX = 1024
-_ASK_AGAIN_S = 0.5
-_ASK_AGAIN_MAX_S = 4.0
+_PROBE_RETRY_S = 0.5
+_PROBE_RETRY_MAX_S = 4.0
 _NEW: frozenset[LoadState] = frozenset({"ready"})
 _BEGUN: frozenset[LoadState] = _NEW | {"draining"}
 _HELD: frozenset[LoadState] = _BEGUN | {"loading"}
@@ -36,30 +36,30 @@ class ReplicaStatus:
     """Status of one replica. Times are those of our monotonic clock."""
 
     replica: Replica
-    heard_s: float
-    """When its last heartbeat came."""
-    answered_s: float
-    """When anything came from it over HTTP."""
-    owes_since_s: float = 0.0
-    """When the oldest of the calls that are in flight without a pause began."""
+    heartbeat_s: float
+    """Time of its last heartbeat."""
+    responded_s: float
+    """Time at which it last sent data over HTTP."""
+    calls_since_s: float = 0.0
+    """Time since when it has had calls in progress without a pause."""
     in_flight: int = 0
     strikes: int = 0
     shunned_until_s: float = 0.0
     missing: set[str] = field(default_factory=set)
     """Versions that it announced but did not have."""
     hung: bool = False
-    """Whether the replica hangs. A hung replica gets no calls until it sends something."""
+    """Whether the replica hangs. A hung replica gets no calls until it sends data."""
     is_probed: bool = False
     """A health check is running."""
-    unanswered: int = 0
-    ask_at_s: float = 0.0
+    failed_probes: int = 0
+    next_probe_s: float = 0.0
     calls: set[UpstreamCall] = field(default_factory=set)
-    """Our calls to it."""
+    """Calls of this gateway to it."""
 
     @property
     def silent_since_s(self) -> float:
         """Time since when the replica's calls have received no byte."""
-        return max(self.answered_s, self.owes_since_s)
+        return max(self.responded_s, self.calls_since_s)
 
     @property
     def load(self) -> float:
@@ -85,15 +85,15 @@ class ReplicaSet:
         if replica is None:
             self._members.pop(key, None)
         else:
-            heard_s = self._clock.monotonic_s()
+            heartbeat_s = self._clock.monotonic_s()
             if not self._loaded():  # old rows count by their date; new ones by arrival, which needs no equal clocks
-                heard_s -= max(0.0, (self._clock.now() - replica.time).total_seconds())
-            member = self._members.setdefault(key, ReplicaStatus(replica, heard_s, heard_s))
-            member.replica, member.heard_s, member.shunned_until_s = replica, heard_s, 0.0
-            member.ask_at_s = 0.0
+                heartbeat_s -= max(0.0, (self._clock.now() - replica.time).total_seconds())
+            member = self._members.setdefault(key, ReplicaStatus(replica, heartbeat_s, heartbeat_s))
+            member.replica, member.heartbeat_s, member.shunned_until_s = replica, heartbeat_s, 0.0
+            member.next_probe_s = 0.0
             member.missing.clear()
             if len(self._members) > _MEMBERS_MAX:  # a killed replica leaves its last heartbeat on the topic
-                del self._members[min(self._members, key=lambda replica_id: self._members[replica_id].heard_s)]
+                del self._members[min(self._members, key=lambda replica_id: self._members[replica_id].heartbeat_s)]
         self.changed()
 
     def changed(self) -> None:
@@ -135,11 +135,13 @@ class ReplicaSet:
         """
         now = self._clock.monotonic_s()
         states = _BEGUN if begun else _NEW
-        able = [member for member in self._members.values() if _able(member, version, states, needs, resuming, now)]
+        able = [
+            member for member in self._members.values() if _can_serve(member, version, states, needs, resuming, now)
+        ]
         if not able:
             return None
         able = [member for member in able if member.replica.replica_id not in avoid] or able
-        candidates = [member for member in able if now - member.heard_s <= member.replica.ttl_s] or able
+        candidates = [member for member in able if now - member.heartbeat_s <= member.replica.ttl_s] or able
         first = max(candidates, key=lambda member: _weight(session_key, member.replica.replica_id))
         return first if first.load < 1 else min(candidates, key=lambda member: member.load)
 
@@ -148,7 +150,7 @@ class ReplicaSet:
         now = self._clock.monotonic_s()
         holders = [member for member in self._members.values() if _versions_of(member, model)]
         able = [member for member in holders if not member.hung and member.shunned_until_s <= now]
-        fresh = [member for member in able if now - member.heard_s <= member.replica.ttl_s] or able
+        fresh = [member for member in able if now - member.heartbeat_s <= member.replica.ttl_s] or able
         return sum(member.replica.capacity for member in fresh)
 
     def holders(self, version: str) -> list[Replica]:
@@ -167,9 +169,9 @@ class ReplicaSet:
     @contextlib.contextmanager
     def calling(self, member: ReplicaStatus, elsewhere: Callable[[], bool]) -> Iterator[UpstreamCall]:
         """Count one call to the replica inside the context."""
-        call = UpstreamCall(lambda: self.responded(member), elsewhere)
-        if not member.in_flight:  # until now it had no call to answer
-            member.owes_since_s = self._clock.monotonic_s()
+        call = UpstreamCall(lambda: self.note_response(member), elsewhere)
+        if not member.in_flight:  # it had no call in progress until now
+            member.calls_since_s = self._clock.monotonic_s()
         member.in_flight += 1
         member.calls.add(call)
         try:
@@ -178,19 +180,23 @@ class ReplicaSet:
             member.in_flight -= 1
             member.calls.discard(call)
 
-    def responded(self, member: ReplicaStatus) -> None:
-        """Record that the replica sent something over HTTP, so it is alive."""
-        member.answered_s = self._clock.monotonic_s()
-        member.unanswered, member.ask_at_s = 0, 0.0
+    def note_response(self, member: ReplicaStatus) -> None:
+        """Record that the replica sent data over HTTP, so it is alive."""
+        member.responded_s = self._clock.monotonic_s()
+        member.failed_probes, member.next_probe_s = 0, 0.0
         if member.hung:
             member.hung = False
             self.changed()
 
-    def hangs(self, member: ReplicaStatus) -> None:
-        """Record that the replica did not answer its health check. The next checks follow at growing intervals, and
-        at its next heartbeat."""
-        member.ask_at_s = self._clock.monotonic_s() + min(_ASK_AGAIN_MAX_S, _ASK_AGAIN_S * 2**member.unanswered)
-        member.unanswered = min(member.unanswered + 1, 10)
+    def note_hung(self, member: ReplicaStatus) -> None:
+        """Record that the replica did not answer its health check.
+
+        The next checks follow at growing intervals, and at its next heartbeat.
+        """
+        member.next_probe_s = self._clock.monotonic_s() + min(
+            _PROBE_RETRY_MAX_S, _PROBE_RETRY_S * 2**member.failed_probes
+        )
+        member.failed_probes = min(member.failed_probes + 1, 10)
         if not member.hung:
             member.hung = True
             self.changed()
@@ -201,32 +207,35 @@ class ReplicaSet:
         A replica that was taken out of service long ago is not checked.
         """
         now = self._clock.monotonic_s()
-        members = [member for member in self._members.values() if not member.is_probed and member.ask_at_s <= now]
+        members = [member for member in self._members.values() if not member.is_probed and member.next_probe_s <= now]
         return [member for member in members if _needs_probe(member, now, silence_s)]
 
     @contextlib.contextmanager
-    def asking(self, member: ReplicaStatus) -> Iterator[None]:
+    def probing(self, member: ReplicaStatus) -> Iterator[None]:
         member.is_probed = True
         try:
             yield
         finally:
             member.is_probed = False
 
-    def hanging(self) -> list[ReplicaStatus]:
+    def hung_members(self) -> list[ReplicaStatus]:
         return [member for member in self._members.values() if member.hung]
 
-    def served(self, member: ReplicaStatus) -> None:
+    def note_success(self, member: ReplicaStatus) -> None:
         member.strikes = 0
 
-    def failed(self, member: ReplicaStatus) -> None:
-        """Avoid the replica for a while, twice as long after each failure. Concurrent failures count once."""
+    def note_failure(self, member: ReplicaStatus) -> None:
+        """Record that a call to the replica failed.
+
+        It gets no calls for a while, twice as long after each failure. Concurrent failures count once.
+        """
         self._shun(member, _BACKOFF_MAX_S)
 
-    def full(self, member: ReplicaStatus) -> None:
+    def note_full(self, member: ReplicaStatus) -> None:
         """Record that the replica has no free slot, and try it again soon."""
         self._shun(member, _FULL_BACKOFF_MAX_S)
 
-    def lacks(self, member: ReplicaStatus, version: str) -> None:
+    def note_missing_version(self, member: ReplicaStatus, version: str) -> None:
         """Record that the replica does not have `version`, although it announced it, until its next heartbeat."""
         member.missing.add(version)
 
@@ -241,12 +250,12 @@ def _needs_probe(member: ReplicaStatus, now: float, silence_s: float) -> bool:
     if member.hung:
         return True
     if member.in_flight and now - member.silent_since_s > silence_s:
-        return True  # heartbeats come over the bus, and do not show that HTTP works
-    silent_s = now - max(member.heard_s, member.answered_s)
+        return True  # heartbeats arrive over the bus, so they do not show that HTTP works
+    silent_s = now - max(member.heartbeat_s, member.responded_s)
     return silence_s < silent_s <= max(member.replica.ttl_s, 2 * silence_s)
 
 
-def _able(
+def _can_serve(
     member: ReplicaStatus,
     version: str,
     states: frozenset[LoadState],
@@ -278,7 +287,7 @@ PROBE_AFTER_S = 2.0
 log = get_logger(__name__)
 _TICK_S = 0.25
 _ATTEMPTS = 2
-"""One health check that failed may have been our own fault."""
+"""Attempts of a health check: a single failure may be the fault of this process."""
 
 
 class ReplicaWatch:
@@ -292,34 +301,34 @@ class ReplicaWatch:
 
     async def run(self) -> None:
         """Check idle replicas and cancel hanging calls, until the owner cancels this."""
-        async with asyncio.TaskGroup() as asking:
+        async with asyncio.TaskGroup() as probes:
             while True:
                 for member in self._replica_set.members_to_probe(PROBE_AFTER_S):
-                    asking.create_task(self._ask(member))
-                for member in self._replica_set.hanging():
+                    probes.create_task(self._probe(member))
+                for member in self._replica_set.hung_members():
                     self._cut(member)
                 await self._clock.sleep(_TICK_S)
 
-    async def _ask(self, member: ReplicaStatus) -> None:
-        with self._replica_set.asking(member):
-            before_s = member.answered_s
+    async def _probe(self, member: ReplicaStatus) -> None:
+        with self._replica_set.probing(member):
+            before_s = member.responded_s
             for _ in range(_ATTEMPTS):
-                if await self._engines.answers(member.replica) or member.answered_s > before_s:
+                if await self._engines.answers(member.replica) or member.responded_s > before_s:
                     if member.hung:
                         log.info("replica_answers_again", replica=member.replica.replica_id)
-                    self._replica_set.responded(member)
+                    self._replica_set.note_response(member)
                     return
             if not member.hung:
-                silent_s = round(self._clock.monotonic_s() - member.answered_s, 1)
+                silent_s = round(self._clock.monotonic_s() - member.responded_s, 1)
                 log.warning(
                     "replica_hangs", replica=member.replica.replica_id, silent_s=silent_s, calls=member.in_flight
                 )
-            self._replica_set.hangs(member)
+            self._replica_set.note_hung(member)
 
     def _cut(self, member: ReplicaStatus) -> None:
         """Cancel the calls that another replica can accept. Other calls continue for `hold_s`, and may still be
         answered."""
-        hopeless = self._clock.monotonic_s() - member.silent_since_s > self._settings.hold_s
+        is_hold_over = self._clock.monotonic_s() - member.silent_since_s > self._settings.hold_s
         for call in list(member.calls):
-            if hopeless or call.elsewhere():
+            if is_hold_over or call.elsewhere():
                 call.cancel()
