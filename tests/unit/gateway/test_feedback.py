@@ -237,7 +237,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"preference": {"chosen": A}}, "preference.rejected", "required"),
     ({"preference": {"chosen": A, "rejected": C}, "choice": 1}, "preference", "omit level and choice"),
     ({"level": "task", "value": 1}, "task_id", "is required"),
-    ({"level": "task", "task_id": "t"}, None, "says nothing"),
+    ({"level": "task", "task_id": "t"}, None, "feedback is empty"),
     ({"level": "task", "task_id": "t", "value": 1, "session_id": "one"}, "session_id", "name only the task"),
     ({"level": "task", "task_id": "t", "value": 1, "ends_session": True}, "level", "name only the task"),
     ({"session_id": "one", "value": 1, "kind": "edit"}, "edit", "name it as response_id"),

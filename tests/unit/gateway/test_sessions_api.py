@@ -145,8 +145,8 @@ async def test_a_request_is_charged_for_what_it_causes(tmp_path: Path, path: str
 @pytest.mark.parametrize(
     ("body", "status", "word"),
     [
-        ({"value": 1}, 400, "must say what this is about"),
-        ({"session_id": "a"}, 400, "says nothing"),
+        ({"value": 1}, 400, "must name the target of the feedback"),
+        ({"session_id": "a"}, 400, "feedback is empty"),
         ({"session_id": "a", "value": "1"}, 400, "value: must be a number"),
         ({"session_id": "a", "value": float("nan")}, 400, "finite"),
         ({"session_id": "a", "value": 1, "withdrawn": True}, 400, "withdrawn"),

@@ -73,11 +73,11 @@ def call_of(api: str, conversation: DrawnConversation, *, stream: bool) -> tuple
         body["stream_options"] = {"include_usage": True}
     request, shape = READERS[api](json.dumps(body).encode(), lenient())
     messages = tuple(message.event for message in request.messages)
-    asked_json = canonical_request(request, messages, request.sampling)
+    canonical_json = canonical_request(request, messages, request.sampling)
     call = ChatCall(
         request=request, messages=messages, sampling=request.sampling, identity=IDENTITY, target=Target("tiny"),
-        response_id=ids.response_id(KEY), digest=digest_of("tiny", asked_json), retry=0, started_at=datetime.now(UTC),
-        core=core_of(asked_json, request),
+        response_id=ids.response_id(KEY), digest=digest_of("tiny", canonical_json), retry=0,
+        started_at=datetime.now(UTC), core=core_of(canonical_json, request),
     )  # fmt: skip
     return call, shape
 

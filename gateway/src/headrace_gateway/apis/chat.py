@@ -154,7 +154,7 @@ class Chat:
         cache_key = (request.model_extra or {}).get("prompt_cache_key")
         identity = identify(admitted.caller, scope, metadata, target.model, messages, request.user, cache_key)
         encoded = [message.event_json for message in request.messages]
-        asked_json = canonical_request(request, messages, sampling, encoded)
+        canonical_json = canonical_request(request, messages, sampling, encoded)
         retry = admitted.headers.get(b"x-stainless-retry-count", b"")
         return ChatCall(
             request=request,
@@ -163,10 +163,10 @@ class Chat:
             identity=identity,
             target=target,
             response_id=ids.response_id(identity.session_key),
-            digest=digest_of(request.model, asked_json),
+            digest=digest_of(request.model, canonical_json),
             retry=int(retry) if retry.isdigit() and len(retry) < 10 else 0,
             started_at=started_at,
-            core=core_of(asked_json, request),
+            core=core_of(canonical_json, request),
             cache_salt=self.admission.keys.cache_salt(admitted.caller.tenant),
             side_call=side_call(admitted.headers, self.settings.side_calls, messages, has_tools=bool(request.tools)),
             sub_agent=sub_agent(admitted.headers),

@@ -13,7 +13,7 @@ from headrace_gateway.access.refusals import ApiError
 from headrace_gateway.apis.answers import AnswerShape, StreamedAnswer, answer_headers
 from headrace_gateway.requests import client_connection
 from headrace_gateway.requests.chat_call import ChatCall
-from headrace_gateway.requests.chat_messages import says_something
+from headrace_gateway.requests.chat_messages import is_non_empty
 from headrace_gateway.requests.chat_request import HARMLESS, ChatRequest, StreamOptions, check_chat_request
 from headrace_gateway.requests.chat_request import NEUTRAL as CHAT_NEUTRAL
 from headrace_gateway.requests.engine_wire import EngineAnswer, EngineChoice, TokenLogprob
@@ -145,7 +145,7 @@ def _prompt(request: _CompletionRequest) -> tuple[str, tuple[int, ...] | None]:
 
 
 def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:
-    if name in _SAMPLING or name in HARMLESS or not says_something(value) or value in _NEUTRAL.get(name, ()):
+    if name in _SAMPLING or name in HARMLESS or not is_non_empty(value) or value in _NEUTRAL.get(name, ()):
         return
     if name in HINTS:
         context.ignore(name, HINTS[name])

@@ -151,14 +151,14 @@ def canonical_request(
     return b"".join([b'{"messages":[', texts, b"],", to_json(fields)[1:]])
 
 
-def core_of(asked_json: bytes, request: ChatRequest) -> bytes:
-    """Return `asked_json` with the fields that the gateway always requests from an engine: exact ids and logprobs."""
+def core_of(canonical_json: bytes, request: ChatRequest) -> bytes:
+    """Return `canonical_json` with the fields that the gateway adds to each request: exact ids and logprobs."""
     top = b',"top_logprobs":%d' % request.top_logprobs if request.top_logprobs else b""
-    return asked_json[:-1] + b',"return_token_ids":true,"logprobs":true' + top + b"}"
+    return canonical_json[:-1] + b',"return_token_ids":true,"logprobs":true' + top + b"}"
 
 
-def digest_of(model: str, asked_json: bytes) -> str:
-    return hashlib.sha256(model.encode() + b"\0" + asked_json).hexdigest()
+def digest_of(model: str, canonical_json: bytes) -> str:
+    return hashlib.sha256(model.encode() + b"\0" + canonical_json).hexdigest()
 
 
 def _for_template(message: Message, encoded: bytes) -> bytes:

@@ -55,16 +55,16 @@ def _part_text(part: Any, info: ValidationInfo) -> str:
     return text
 
 
-def says_something(value: JsonValue) -> bool:
-    """Return False for null, "", [], {}, and for a container of only such values.
+def is_non_empty(value: JsonValue) -> bool:
+    """Return whether a value is neither null, "", [], {} nor a container of only such values.
 
     SDKs echo an answer's message with additional fields. An empty field has no effect, whatever its name; false and 0
     have an effect.
     """
     if isinstance(value, dict):
-        return any(map(says_something, value.values()))
+        return any(map(is_non_empty, value.values()))
     if isinstance(value, list):
-        return any(map(says_something, value))
+        return any(map(is_non_empty, value))
     return value is not None and value != ""
 
 
@@ -126,7 +126,7 @@ class ChatMessage(Model):
     @model_validator(mode="after")
     def _is_whole(self, info: ValidationInfo) -> Self:
         for name, value in (self.model_extra or {}).items():
-            if (name == "reasoning" and isinstance(value, str)) or not says_something(value):
+            if (name == "reasoning" and isinstance(value, str)) or not is_non_empty(value):
                 continue
             if name not in MESSAGE_HINTS or context_of(info).rules.strict:
                 raise ValueError(f"field {name[:80]!r} in a message is not supported; leave it out or empty")

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 from headrace_gateway.access.refusals import ApiError
-from headrace_gateway.requests.chat_messages import ChatMessage, EchoedToolCall, ReadMessage, says_something
+from headrace_gateway.requests.chat_messages import ChatMessage, EchoedToolCall, ReadMessage, is_non_empty
 from headrace_gateway.requests.engine_wire import EngineMessage
 from headrace_gateway.requests.http_request import check_values, parse, unknown_field
 from headrace_gateway.requests.request_context import (
@@ -280,12 +280,7 @@ def _report_unheld_keywords(request: ChatRequest, context: RequestContext) -> No
 
 
 def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:
-    if (
-        name in HARMLESS
-        or not says_something(value)
-        or value in NEUTRAL.get(name, ())
-        or is_thinking_switch(name, value)
-    ):
+    if name in HARMLESS or not is_non_empty(value) or value in NEUTRAL.get(name, ()) or is_thinking_switch(name, value):
         return
     if name in HINTS:
         context.ignore(name, HINTS[name])

@@ -209,11 +209,11 @@ class LogEnds:
     async def ends(self) -> Ends:
         """Return the end offset of each partition by topic. Raises `Unavailable`."""
         if self._next is None:
-            self._next = asyncio.create_task(self._ask(self._pending))
+            self._next = asyncio.create_task(self._read_ends(self._pending))
             self._next.add_done_callback(_retrieve_error)
         return await asyncio.shield(self._next)
 
-    async def _ask(self, before: asyncio.Task[Ends] | None) -> Ends:
+    async def _read_ends(self, before: asyncio.Task[Ends] | None) -> Ends:
         if before is not None:
             await asyncio.wait([before])
         self._pending, self._next = self._next, None

@@ -145,16 +145,16 @@ class FeedbackRequest(Model):
         return self
 
     @model_validator(mode="after")
-    def _says_something_about_something(self) -> Self:
+    def _check_target_and_content(self) -> Self:
         if not (self.session_id or self.targets or self.level == "task"):
-            raise ValueError("one of session_id, msg_ids and response_id must say what this is about")
+            raise ValueError("session_id, msg_ids or response_id must name the target of the feedback")
         if self.withdrawn and self.value is not None:
             raise ValueError("a withdrawn feedback has no value")
         forms = (self.value, self.rating, self.label, self.edit, self.preference)
         names = () if self.level == "task" else (self.task_id, self.run_id, self.ends_session)  # a task has its name
         facts = (self.comment, self.context, self.withdrawn, self.parts, *names)
         if all(form is None for form in forms) and not any(facts):
-            raise ValueError("this says nothing; send a value, or withdrawn, ends_session, context, task_id or run_id")
+            raise ValueError("the feedback is empty; send a value, withdrawn, ends_session, context, task_id or run_id")
         return self
 
     @property

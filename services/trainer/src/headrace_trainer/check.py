@@ -95,14 +95,15 @@ def notes(common: Common, settings: TrainerSettings) -> list[str]:
 def suggest(common: Common, settings: TrainerSettings) -> dict[str, JsonValue]:
     """Return suggested values of settings that depend on the size of the base; none while it is not fetched or
     converted."""
-    folder = _find_folder(settings.base, common.data_dir, ask_hub=False)
+    folder = _find_folder(settings.base, common.data_dir, check_hub=False)
     return suggestions(folder, settings) if folder is not None else {}
 
 
-def _find_folder(base: str, data_dir: Path, *, ask_hub: bool = True) -> Path | None:
+def _find_folder(base: str, data_dir: Path, *, check_hub: bool = True) -> Path | None:
     """Return the folder of the base, or None if the trainer's start will fetch or convert it. Blocks.
 
-    `ask_hub` makes sure that the hub has a model that was not fetched. Without it no connection is made.
+    Args:
+        check_hub: whether to check that the hub has a model that was not fetched. Otherwise no connection is made.
     """
     path = Path(base) if Path(base).is_dir() else base_files.find_file(base)
     if path is not None:
@@ -111,7 +112,7 @@ def _find_folder(base: str, data_dir: Path, *, ask_hub: bool = True) -> Path | N
     if repository is None:
         return Path(base)
     fetched = base_models.find_fetched(repository, data_dir)
-    if fetched is None and ask_hub:
+    if fetched is None and check_hub:
         base_models.describe(repository)
     return fetched
 

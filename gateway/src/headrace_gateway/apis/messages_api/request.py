@@ -10,7 +10,7 @@ from pydantic_core import from_json, to_json
 
 from headrace_gateway.access.refusals import ApiError
 from headrace_gateway.apis.messages_api.blocks import Json, MessageParam, SystemContent, chat_messages
-from headrace_gateway.requests.chat_messages import says_something
+from headrace_gateway.requests.chat_messages import is_non_empty
 from headrace_gateway.requests.chat_request import ChatRequest, parse_chat
 from headrace_gateway.requests.http_request import check_values, parse, unknown_field
 from headrace_gateway.requests.identity import CLIENT_SESSION
@@ -144,7 +144,7 @@ def _chat_request(request: CountRequest, sampling: Json, context: RequestContext
         _check_extra(name, value, context)
     config = request.output_config
     for name, value in ((config.model_extra if config else None) or {}).items():
-        if says_something(value) and not (name == "effort" and value in ("none", "minimal")):
+        if is_non_empty(value) and not (name == "effort" and value in ("none", "minimal")):
             context.ignore(f"output_config.{name}", HINTS["output_config"])
     try:
         messages = chat_messages(request.system or (), request.messages, context)
@@ -177,7 +177,7 @@ def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:
 
     Fields of unknown betas are accepted, because most of them are optional.
     """
-    if not says_something(value) or is_thinking_switch(name, value):
+    if not is_non_empty(value) or is_thinking_switch(name, value):
         return
     if name in REFUSED:
         message = f"{name}: not supported here, leave it out; {REFUSED[name]}"
@@ -199,7 +199,7 @@ def _tools(tools: tuple[ToolParam, ...], context: RequestContext) -> list[Json]:
             field = f"tools.{number}.{'name' if tool.name is None else 'input_schema'}"
             raise ApiError(400, "missing_field", f"{field}: Field required", field)
         for name, value in (tool.model_extra or {}).items():
-            if says_something(value) and value is not False and name not in _TOOL_FIELDS:
+            if is_non_empty(value) and value is not False and name not in _TOOL_FIELDS:
                 context.ignore(f"tools.{name}")
         function: Json = {"name": tool.name, "parameters": tool.input_schema}
         for name in ("description", "strict"):

@@ -21,7 +21,7 @@ from headrace_gateway.apis.responses_api.items import (
     size_of,
 )
 from headrace_gateway.apis.responses_api.tools import RequestTool, ToolSet
-from headrace_gateway.requests.chat_messages import says_something
+from headrace_gateway.requests.chat_messages import is_non_empty
 from headrace_gateway.requests.chat_request import HARMLESS, ChatRequest, parse_chat
 from headrace_gateway.requests.http_request import check_values, parse, unknown_field
 from headrace_gateway.requests.identity import CLIENT_SESSION
@@ -188,7 +188,7 @@ def _request(body: bytes, context: RequestContext) -> ResponsesRequest:
     if request.text and request.text.verbosity not in (None, "medium"):
         context.ignore("text.verbosity", HINTS["verbosity"])
     for name, value in (request.reasoning or {}).items():
-        if says_something(value) and not is_thinking_switch("reasoning", {name: value}):
+        if is_non_empty(value) and not is_thinking_switch("reasoning", {name: value}):
             context.ignore(f"reasoning.{name}", HINTS["reasoning"])
     return request
 
@@ -318,7 +318,7 @@ def _format(text_format: TextFormat | None) -> Json | None:
 
 
 def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:
-    if name in HARMLESS or not says_something(value) or value in NEUTRAL.get(name, ()):
+    if name in HARMLESS or not is_non_empty(value) or value in NEUTRAL.get(name, ()):
         return
     if name in HINTS:
         context.ignore(name, HINTS[name])

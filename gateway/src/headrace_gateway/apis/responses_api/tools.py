@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Discriminator, JsonValue, Tag
 from pydantic_core import from_json
 
 from headrace_gateway.apis.responses_api.grammars import NotRegularError, pattern_of
-from headrace_gateway.requests.chat_messages import says_something
+from headrace_gateway.requests.chat_messages import is_non_empty
 from headrace_gateway.requests.request_context import RequestContext
 from headrace_schemas.values.base import LongText, Model, Text
 from headrace_schemas.values.bounds import JsonObject
@@ -151,7 +151,7 @@ class ToolSet:
         namespace = tool.name if isinstance(tool, NamespaceTool) else None
         for offered in (OfferedTool(single, namespace) for single in inner):
             for name, value in (offered.tool.model_extra or {}).items():
-                if says_something(value) and value is not False:
+                if is_non_empty(value) and value is not False:
                     context.ignore(f"tools.{name}")
             if isinstance(offered.tool, CustomTool):
                 self._check_grammar(offered.tool, context)

@@ -92,14 +92,20 @@ class ReplyReader:
         added = self._tokenizer.get_added_tokens_decoder()
         self._controls = frozenset(token_id for token_id, token in added.items() if token.special)
         plain, answered = self._render([_USER_MESSAGE]), self._render([_USER_MESSAGE, _ANSWER_MESSAGE])
-        asking = self._render([_USER_MESSAGE], opens=True)
+        opened_prompt = self._render([_USER_MESSAGE], opens=True)
         user = self._form([_USER_MESSAGE, _ANSWER_MESSAGE], {"role": "user", "content": _MARK})
-        if user is None or not user.before or plain is None or answered is None or not str(asking).startswith(plain):
+        if (
+            user is None
+            or not user.before
+            or plain is None
+            or answered is None
+            or not str(opened_prompt).startswith(plain)
+        ):
             remedy = "its chat template does not show where a user's message begins and ends; replies need that"
             raise SettingError("trainer.base", str(folder), remedy)
         self._user = user
         self._tool = self._form([_USER_MESSAGE, _CALL_MESSAGE], {"role": "tool", "tool_call_id": "1", "content": _MARK})
-        self._opening = str(asking)[len(plain) :]
+        self._opening = str(opened_prompt)[len(plain) :]
         self._closing = answered.partition(_MARK)[2]
         self._cached = lru_cache(_CACHED_MAX)(self._find_boundaries)
 

@@ -159,9 +159,11 @@ class Lineage:
         items, prepared = self._prepare(self._without_recorded(items))
         if prepared is None:
             return {}
-        digest, asks_base = prepared.batch.digest(), self._measures_base
+        digest, measures_base = prepared.batch.digest(), self._measures_base
         try:
-            result = try_step(lambda batch: self.learner.step(batch, stop, from_base=asks_base), items, prepared.batch)
+            result = try_step(
+                lambda batch: self.learner.step(batch, stop, from_base=measures_base), items, prepared.batch
+            )
         except StepRefused as refused:
             self._handle_refusal(refused, len(items))
             return {}

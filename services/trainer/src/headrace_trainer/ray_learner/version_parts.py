@@ -113,10 +113,10 @@ def content_of(values: Tensor) -> memoryview:
     return memoryview(array)
 
 
-def write(folder: Path, mine: Sequence[FileRange]) -> list[Piece]:
+def write(folder: Path, ranges: Sequence[FileRange]) -> list[Piece]:
     """Write ranges into existing files of their final size. Return the written pieces."""
     pieces = []
-    for file_range in mine:
+    for file_range in ranges:
         with (folder / file_range.file).open("rb+") as file:
             for piece, content in file_range.pieces():
                 file.seek(piece.start)

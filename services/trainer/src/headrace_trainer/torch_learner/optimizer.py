@@ -135,8 +135,8 @@ class Optimizer:
             for group in self._muon.param_groups:
                 group["lr"] = self.learning_rate * min(1.0, weight)
             self._muon.step()  # type: ignore[no-untyped-call]
-        mine = {name: gradient for name, gradient in gradients.items() if name in self._adam.parameters}
-        self._adam.step(self._settings.rate, weight, mine)
+        adam_gradients = {name: gradient for name, gradient in gradients.items() if name in self._adam.parameters}
+        self._adam.step(self._settings.rate, weight, adam_gradients)
         self.updates += 1
 
     def step(self, weight: float = 1.0) -> float | None:

@@ -189,15 +189,15 @@ def _backward(
     # Transposed, because a product with the tile on its right is faster.
     of_keys, of_values = (matrix.new_zeros(heads, matrix.shape[2], length) for matrix in (keys, values))
     for tile in _Tile.all(cut, heads, groups):
-        asking = tile.of_queries(queries)
-        scores = tile.hide(_buffers.product(asking, keys[tile.keys], buffer=0))
+        tile_queries = tile.of_queries(queries)
+        scores = tile.hide(_buffers.product(tile_queries, keys[tile.keys], buffer=0))
         shares = torch.exp2(scores.sub_(tile.of_queries(norm)), out=scores)
         of_answer = tile.of_queries(gradients)
         of_values[tile.keys[0], :, tile.keys[1]] += torch.bmm(of_answer.transpose(1, 2), shares)
         slope = _buffers.product(of_answer, values[tile.keys], buffer=1)
         torch._softmax_backward_data(slope, shares, -1, shares.dtype, grad_input=slope)
         tile.put(of_queries, torch.bmm(slope, keys[tile.keys]))
-        of_keys[tile.keys[0], :, tile.keys[1]] += torch.bmm(asking.transpose(1, 2), slope)
+        of_keys[tile.keys[0], :, tile.keys[1]] += torch.bmm(tile_queries.transpose(1, 2), slope)
     # `slope` refers to scores in base e: the gradient of queries lacks the scale, and `queries` include it and the
     # base.
     return (
