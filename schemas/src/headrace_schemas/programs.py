@@ -44,7 +44,7 @@ class FolderLine(Model):
 
 
 class StoredLine(Model):
-    """A line `stored`: the stored version."""
+    """A line `stored`, the reply to `folder`: the stored version."""
 
     version: Version
     manifest: BlobRef
@@ -59,7 +59,7 @@ class MergeLine(Model):
 
 
 class MergedLine(Model):
-    """A line `merged`: the folder with the merged model."""
+    """A line `merged`, the reply to `merge`: the folder with the merged model."""
 
     folder: str
 
@@ -73,7 +73,7 @@ class BaseLine(Model):
 
 
 class OpenedLine(Model):
-    """The line `opened`: the maximum number of tokens of a row."""
+    """The line `opened`, the reply to `base`: the maximum number of tokens of a row."""
 
     tokens_max: int
 

@@ -70,7 +70,7 @@ def scan(data: bytes, base: int, file_name: str) -> Iterator[ScannedRecord]:
     Args:
         data: Bytes of a file.
         base: The position of `data` in the file.
-        place: The name of the file, for damaged records.
+        file_name: The name of the file, for damaged records.
     """
     at = 0
     while at < len(data):

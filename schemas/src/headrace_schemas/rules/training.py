@@ -212,7 +212,7 @@ class LineageOutcomes:
         return was_held or requeued
 
     def restore(self, restored: Restored) -> bool:
-        """Make an undone revision trained again. Return False if it was not undone."""
+        """Mark an undone revision of an experience as trained again. Return False if it was not undone."""
         outcome = self._undone_outcomes.pop(restored.revision, None)
         if outcome is None:
             return False

@@ -286,7 +286,7 @@ class TrainerSettings(ServiceSettings):
 
     @property
     def needs(self) -> Needs:
-        """The needs of the kind of advantage and of the loss."""
+        """What the estimator of advantages and the loss need, such as groups, demonstrations or the base's logprobs."""
         written = self.advantage.signals.written or self.advantage.signals.edits
         return self.advantage.estimator.needs | self.loss.needs | Needs(demonstrations=written)
 

@@ -282,7 +282,7 @@ class Messages:
 
 
 class _Events:
-    """One streamed answer."""
+    """Encoder of one streamed answer as server-sent events."""
 
     def __init__(self, writer: MessageWriter, headers: Mapping[str, str]) -> None:
         self._writer = writer

@@ -201,7 +201,7 @@ class _TenantTurns:
 
         Args:
             tenant: the tenant.
-            has_company: returns whether other tenants have work. Otherwise the tenant does not pause.
+            has_other_tenants: returns whether other tenants have work. Otherwise the tenant does not pause.
         """
         self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
         try:

@@ -133,7 +133,7 @@ class HeldRecords:
         RECORDS_HELD.labels(self._service).set(sum(self._counts.values()))
 
     def advance(self, page: Sequence[HeldRecord]) -> None:
-        """Continue with the page after `page`. After an empty page the retry is complete."""
+        """Let the retry of held records go on after `page`. After an empty page it is complete."""
         self.is_due = bool(page)
         self._after = page[-1].name if page else ""
 

@@ -226,7 +226,10 @@ def _packed_advantages(item: TrainingOutcome) -> list[Any]:
 
 
 def overall_advantage(item: TrainingOutcome) -> float | None:
-    """Return the advantage by which lists order a trained revision: that of the branch, or the largest of an answer."""
+    """Return the advantage by which lists sort a trained revision of an experience.
+
+    It is the advantage of the whole branch if there is one, otherwise the largest absolute one among its answers.
+    """
     if item.advantage is not None or not item.turn_advantages:
         return item.advantage
     return max((turn.advantage for turn in item.turn_advantages), key=abs)

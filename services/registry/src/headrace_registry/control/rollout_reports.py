@@ -105,8 +105,8 @@ class RolloutGauges:
 def evidence_of_harm(rollout: RolloutRecord, findings: Findings) -> dict[str, float]:
     """Return for each guardrail how much evidence of harm there is, relative to what rolls the candidate back.
 
-    The value is the log of the wealth divided by the value that the first reading on live traffic requires. Below 0,
-    the sessions are evidence against harm.
+    The value is the log wealth of the guardrail's e-process, divided by the log wealth at which the first reading on
+    live traffic rolls the candidate back. Below 0, the sessions are evidence against harm.
     """
     plan = rollout.plan
     shares = {}

@@ -202,7 +202,11 @@ class Evidence:
         return self._monitors[metric, age]
 
     def add_reading(self, age: ReadingAge, reading: UnitReading) -> None:
-        """Add the next reading at this age. Raises `ValueError` if its unit did not arrive after the one before."""
+        """Add the metrics of a session or run, read at this age (seconds after its first call, or "maturity").
+
+        Raises:
+            ValueError: the unit of the reading did not arrive after that of the reading before.
+        """
         previous = self._last.get(age)
         if previous is not None and reading.unit.order_key <= previous.unit.order_key:
             raise ValueError(

@@ -137,8 +137,8 @@ class LeaderLease:
     def _values(self, mark: int) -> dict[str, str | int]:
         """Return the columns of a renewed lease.
 
-        Each renewal changes the mark, even when the clock stands still or was set back. The mark is a time because
-        earlier releases compare it with their clock.
+        Other processes see a renewal by a changed mark (`expires_ms`), so each one changes it, even when the clock
+        stands still or was set back. The mark is a time because earlier releases compare it with their clock.
         """
         expires_ms = epoch_ms(self._clock.now() + timedelta(seconds=self._lease_s))
         return {"holder": self.holder, "expires_ms": max(mark + 1, expires_ms)}

@@ -59,7 +59,12 @@ class TokenSets:
 
     @classmethod
     def join(cls, parts: Iterable[tuple[int, TokenSets]], shifts: Iterable[SpanShift] = ()) -> TokenSets | None:
-        """Join the sets of several spans, each with the start of its span, and the shifts; None without any."""
+        """Return the token sets of several spans as those of the whole sequence, or None if there is nothing to join.
+
+        Args:
+            parts: start of each span in the sequence, and the sets of the span.
+            shifts: penalties and logit bias of the answers, at positions of the sequence.
+        """
         parts, shifts = list(parts), tuple(shifts)
         positions = [sets.positions_P + start for start, sets in parts]
         joined = tuple(each for _, sets in parts for each in sets.sets)

@@ -182,13 +182,15 @@ def form_parties(
     find_open_answers: FindOpenAnswers,
     is_correction: Callable[[WaitingExperience], bool],
 ) -> Parties:
-    """Divide the waiting experiences into parties.
+    """Divide the waiting experiences into parties, sets that must be trained in the same step.
+
+    Experiences whose answers are the two sides of a preference share a party; any other experience is one by itself.
 
     Args:
         waiting: experiences in order of arrival.
         wait: time for which a party waits for missing answers.
-        find_open_answers: returns the examples of an experience that must be trained with another answer.
-        is_correction: whether an experience has other updates to train, or no open answer.
+        find_open_answers: returns the examples of an experience that must be trained with an answer of another one.
+        is_correction: whether an experience has other updates to train, or needs no answer of another one.
     """
     answers = {item.experience.experience_id: tuple(find_open_answers(item)) for item in waiting}
     flat = [(name, example) for name, examples in answers.items() for example in examples]

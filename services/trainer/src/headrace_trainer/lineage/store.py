@@ -90,7 +90,7 @@ class LineageStore:
     def take_over(self) -> bool:
         """Take the lineage over from any owner.
 
-        Return False when its pointer has changed meanwhile; then read the sign again.
+        Return False if its pointer has changed meanwhile; then read the owner's sign of life again before another try.
         """
         newest = self._newest_pointer()
         number, old = newest or (0, None)

@@ -156,7 +156,7 @@ class Rank:
         return self._opened_learner.write_copy(number, Path(folder)) if self.sees(folder, mark) else None
 
     def pieces(self, number: int) -> list[Piece]:
-        """Return the pieces of this rank's part of a copy, for a caller that fetches them by `piece`."""
+        """Return position and size of each piece of this rank's part of copy `number`; `piece` returns the contents."""
         return self._opened_learner.pieces(number)
 
     def piece(self, number: int, piece: Piece) -> bytes:

@@ -134,9 +134,13 @@ class Adam:
 
     @torch.no_grad()
     def step(self, learning_rate: float, weight: float, corrections: Mapping[str, Tensor]) -> None:
-        """Add the gradients and the corrections to the debt, and move the weights by a batch's share of it.
+        """Add the gradients and the corrections to `unspent`, and move the weights by a batch's share of it.
+
+        `unspent` takes the place of Adam's momentum: the sum of the normalized gradients by which the weights have
+        not moved yet.
 
         Args:
+            learning_rate: learning rate of a full batch.
             weight: size of the batch as a share of a full one.
             corrections: gradients in units of `scale`. They are divided by the present squares and do not change these.
         """

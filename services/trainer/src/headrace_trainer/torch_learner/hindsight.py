@@ -173,10 +173,10 @@ class HindsightTeacher:
         return passes_with_targets
 
     def _insertion_prompts(self, rows: Sequence[Row]) -> list[NDArray[np.int32]]:
-        """Return, for each contradicted answer, the prompt of the answer that its reply was about.
+        """Return for each contradicted answer the prompt into which the user's reply is inserted.
 
-        Candidates are the prompts of the contradicted answer and of the earlier answers. The candidate is chosen under
-        which the base, without the reply, gives the model's next answer the highest mean logprob.
+        The reply may be about this answer or an earlier one, so the prompts of all of them are candidates. For each,
+        the base computes the mean logprob of the model's next answer, without the reply; the highest one wins.
         """
         candidates = [
             [*(row.token_ids_T[:start] for start in _hindsight_of(row).earlier_K), _prompt_without_reply(row)]

@@ -160,7 +160,11 @@ def train(
 
 
 def _collate_passes(policy: Policy, batch: Batch, pack_tokens: int, team: Team) -> tuple[list[Pack], list[Pack]]:
-    """Return the passes of this process: those of first trainings, and those of corrections."""
+    """Collate this process's share of a batch into packs of at most `pack_tokens` tokens, one for each forward pass.
+
+    Returns:
+        The packs of rows that are trained for the first time, and those of rows that correct an earlier update.
+    """
     kinds = []
     for rows in (batch.first, batch.corrections):
         lengths = [row.length for row in rows]
