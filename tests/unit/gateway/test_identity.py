@@ -191,6 +191,7 @@ TOOLS = [{"type": "function", "function": {"name": "read", "parameters": {"type"
         ({"x-openai-subagent": "review", "session-id": "s"}, {"tools": TOOLS}, None),
         ({"x-openai-memgen-request": "true"}, {}, "memory"),
         ({}, {"text": "Please write a title for: hello"}, "title"),
+        ({}, {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "write a title"}]}, "title"),
     ],
 )
 async def test_turn_names_the_kind_of_a_side_call(

@@ -21,7 +21,7 @@ from unittest import mock
 
 import pytest
 
-from headrace_gateway.capture.spool import RESERVE_BYTES, Spool, SpoolBroken, Spooled
+from headrace_gateway.capture.spool import RESERVE_BYTES, Shares, Spool, SpoolBroken, Spooled
 from headrace_gateway.settings import CaptureSettings
 from headrace_runtime.errors import DiskFull, SettingError, Unavailable
 from headrace_runtime.storage.disk import DiskGuard
@@ -268,6 +268,15 @@ async def test_it_tells_whose_events_wait(tmp_path: Path) -> None:
         await spool.append([Spooled("dead-letters", value) for value in written])
         await spool.append([Spooled("feedback", b"{}")])  # events leave out the default tenant
         assert await spool.tenants() == {"a": 38, "b": 15, "": 13, "default": 2}
+
+
+def test_shares_of_a_tenant_are_what_still_waits() -> None:
+    shares, event = Shares(), Spooled("dead-letters", b'{"tenant": "a"}')
+    shares.add([event, event])
+    shares.remove([event])
+    assert shares.of("a") == 15
+    shares.remove([event])
+    assert shares.of("a") == 0
 
 
 async def test_leaving_it_on_a_full_disk_ends_what_it_began(tmp_path: Path) -> None:
