@@ -41,7 +41,7 @@ from headrace_trainer.experiences.examples import (
     WriteAnswer,
     examples,
     pending_updates,
-    required_length,
+    required_lengths,
 )
 from headrace_trainer.experiences.history import History
 from headrace_trainer.experiences.replies import GradeReplies, ReplyReader
@@ -99,12 +99,8 @@ class AdmissionLimits:
             return ()
         return tuple(
             example
-            for example in candidates
-            if not example.part
-            or (
-                required_length(example, branch) <= self.sequence_tokens
-                and max(example.tokens, default=0) < self.vocabulary
-            )
+            for example, length in zip(candidates, required_lengths(candidates, branch), strict=True)
+            if not example.part or (length <= self.sequence_tokens and max(example.tokens, default=0) < self.vocabulary)
         )
 
     def _reply_examples(self, experience: Experience) -> FindReplyExamples | None:

@@ -97,15 +97,21 @@ def examples(
         candidates += _preference_examples(experience, signals)
     if signals.replies and replied is not None and trained is not None:
         candidates += replied(experience.model_copy(update={"branch": trained}))
+    all_answers, trained_answers = _answers_of(experience.branch), _answers_of(trained)
     present_examples = [
-        example for example in candidates if _is_present(example, experience.branch if example.tokens else trained)
+        example for example in candidates if _is_present(example, all_answers if example.tokens else trained_answers)
     ]
     return tuple({example.part: example for example in present_examples}.values())
 
 
-def _is_present(example: Example, branch: Branch | None) -> bool:
-    """Return whether `branch` has the answer that the example is about, or any answer."""
-    return branch is not None and (not example.turn_id or example.span(branch) is not None)
+def _answers_of(branch: Branch | None) -> frozenset[tuple[str, int]]:
+    """Return turn and choice of each answer. A search of all spans for each example would take quadratic time."""
+    return frozenset((span.turn_id, span.choice) for span in branch.spans) if branch is not None else frozenset()
+
+
+def _is_present(example: Example, answers: frozenset[tuple[str, int]]) -> bool:
+    """Return whether `answers` has the answer that the example is about, or any answer."""
+    return (example.turn_id, example.choice) in answers if example.turn_id else bool(answers)
 
 
 def _branch_examples(
@@ -157,13 +163,17 @@ def _preference_examples(experience: Experience, signals: Signals) -> Iterator[E
         yield Example(f"preference/{name}", value, pair, side.turn_id, side.choice)
 
 
-def required_length(example: Example, branch: Branch) -> int:
-    """Return the length, in tokens, of the longest sequence on which the example is trained."""
-    span = example.span(branch)
-    if span is None:
-        return len(branch.token_ids)
-    length = span.start + len(example.tokens) if example.tokens else span.stop
-    return max(length, example.length_max)
+def required_lengths(examples: Sequence[Example], branch: Branch) -> list[int]:
+    """Return the length, in tokens, of the longest sequence on which each example is trained."""
+    spans = {(span.turn_id, span.choice): span for span in reversed(branch.spans)}
+    lengths: list[int] = []
+    for example in examples:
+        span = spans.get((example.turn_id, example.choice))
+        length = len(branch.token_ids)
+        if span is not None:
+            length = max(span.start + len(example.tokens) if example.tokens else span.stop, example.length_max)
+        lengths.append(length)
+    return lengths
 
 
 SpanAdvantages = tuple[float, ...]

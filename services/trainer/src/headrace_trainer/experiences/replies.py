@@ -8,6 +8,7 @@ here (P2).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,6 +30,8 @@ GRADED = "replied/"
 GradeReplies = Callable[[Sequence[Reply]], Sequence[float | None]]
 _CACHED_MAX = 4096
 _OPENING_TOKENS_MAX = 32
+_CLOSING_TOKENS_MAX = 32
+"""Bounds of the tokens that a chat template writes before an answer, and after it."""
 _MARK = "\ue000"
 _USER_MESSAGE = {"role": "user", "content": "x"}
 _ANSWER_MESSAGE = {"role": "assistant", "content": _MARK}
@@ -176,7 +179,7 @@ class ReplyReader:
 
     def read(self, branch: Branch, span: Span) -> ReplyTokens | None:
         """Return the user's reply to the answer `span`, or None if no message of a user follows, or no answer to it."""
-        index = branch.spans.index(span) + 1
+        index = _index_of(branch, span) + 1
         if index == len(branch.spans):
             return None
         following, ids = branch.spans[index], branch.token_ids
@@ -192,7 +195,7 @@ class ReplyReader:
     def earlier(self, branch: Branch, span: Span) -> tuple[Span, ...]:
         """Return the last answers before `span` since the user's previous message, in order."""
         spans: list[Span] = []
-        for earlier in reversed(branch.spans[: branch.spans.index(span)]):
+        for earlier in reversed(branch.spans[: _index_of(branch, span)]):
             if len(spans) == self._earlier_max or self.read(branch, earlier) is not None:
                 break
             spans.append(earlier)
@@ -215,7 +218,8 @@ class ReplyReader:
         closing_text = text[: max(0, text.find(self._user.before))]
         if opening is None or not self._closing.endswith(closing_text):
             return None
-        closing = next((n for n in range(len(between)) if self._text(between[:n]) == closing_text), None)
+        closing_lengths = range(min(len(between), _CLOSING_TOKENS_MAX + 1))
+        closing = next((n for n in closing_lengths if self._text(between[:n]) == closing_text), None)
         if closing is None:
             return None
         message = text[len(closing_text) :]
@@ -247,3 +251,8 @@ class ReplyReader:
 
     def _text(self, ids: tuple[int, ...]) -> str:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False)) if ids else ""
+
+
+def _index_of(branch: Branch, span: Span) -> int:
+    """Return the position of a span of the branch. Spans lie in order, so the search takes logarithmic time."""
+    return bisect_left(branch.spans, span.start, key=lambda other: other.start)
