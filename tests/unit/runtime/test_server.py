@@ -323,6 +323,7 @@ BAD = {
     "two hosts": (b"POST /echo HTTP/1.1\r\n" + HOST + HOST + b"\r\n", 400),
     "no host": (b"POST /echo HTTP/1.1\r\n\r\n", 400),
     "a bad chunk": (b"POST /echo HTTP/1.1\r\n" + HOST + CHUNKED + b"\r\nzz\r\nhi\r\n0\r\n\r\n", 400),
+    "small chunks": (b"POST /echo HTTP/1.1\r\n" + HOST + CHUNKED + b"\r\n" + b"1\r\nx\r\n" * 2_000 + b"0\r\n\r\n", 400),
     "a large header": (b"POST /echo HTTP/1.1\r\n" + HOST + b"X: " + b"x" * 20_000 + b"\r\n\r\n", 431),
     "many headers": (b"POST /echo HTTP/1.1\r\n" + HOST + b"X: y\r\n" * 5_000 + b"\r\n", 431),
     "a long path": (b"POST /" + b"x" * 20_000 + b" HTTP/1.1\r\n" + HOST + b"\r\n", 431),
@@ -355,6 +356,15 @@ async def test_equal_lengths_are_one_and_requests_in_one_piece_are_answered_in_o
         answer = await response_to(port, first * 20 + last)
     assert answer.count(b"HTTP/1.1 200 ") == 21
     assert _served == [b"hi"] * 20 + [b"abc"]
+
+
+async def test_a_body_in_many_chunks_of_some_size_is_read() -> None:
+    chunks = b"40\r\n" + b"x" * 64 + b"\r\n"
+    head = b"POST /echo HTTP/1.1\r\nConnection: close\r\n" + HOST + CHUNKED
+    async with serving(timeout_s=30) as port:
+        answer = await response_to(port, head + b"\r\n" + chunks * 2_000 + b"0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 "), answer[:200]
+    assert _served == [b"x" * 64 * 2_000]
 
 
 async def test_a_bad_chunk_behind_an_answer_only_closes_the_connection(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,6 +26,10 @@ HEADER_BYTES_MAX = 16_384
 """Largest header of a request. Clients with many cookies send up to 8 KiB."""
 BODY_TIMEOUT_S = 30.0
 """Time limit for the body of a request to arrive. The largest one, 16 MiB, needs 4.5 Mbit/s."""
+_SMALL_CHUNKS_MAX = 1024
+_CHUNK_BYTES_MIN = 64
+"""Mean size of a body's chunks after the first 1,024. Each chunk takes 6 us of the event loop, whatever its size, so a
+body in chunks of one byte would block all other requests."""
 _GRACE_S = 1.0
 """Additional time for the body, so that an application with its own timeout responds first."""
 _LINGER_S = 1.0
@@ -185,6 +189,8 @@ class _StrictConnection(h11.Connection):
         """Status and reason of the last error."""
         self.head = False
         """Whether the request's method is HEAD, so that its response has no body."""
+        self._chunks = self._chunk_bytes = 0
+        """Number and bytes of the chunks of the present body."""
 
     def next_event(self) -> Any:
         """Return the next event. Raises `h11.RemoteProtocolError` for an invalid or an ambiguous request."""
@@ -192,7 +198,10 @@ class _StrictConnection(h11.Connection):
             event = super().next_event()
             if isinstance(event, h11.Request):
                 self.head = event.method == b"HEAD"
+                self._chunks = self._chunk_bytes = 0
                 self._check(event)
+            elif isinstance(event, h11.Data):
+                self._check_chunks(event)
         except h11.RemoteProtocolError as error:
             status = error.error_status_hint
             too_large = f"the request's header is larger than {self._header_bytes_max} bytes"
@@ -210,3 +219,10 @@ class _StrictConnection(h11.Connection):
         size = len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers)
         if size > self._header_bytes_max:  # h11 does not measure a header that arrives in one piece
             raise h11.RemoteProtocolError("too large", error_status_hint=431)
+
+    def _check_chunks(self, data: h11.Data) -> None:
+        self._chunks += data.chunk_start
+        self._chunk_bytes += len(data.data)
+        complete = self._chunks - 1  # the last one may have arrived in part
+        if complete >= _SMALL_CHUNKS_MAX and self._chunk_bytes < _CHUNK_BYTES_MIN * complete:
+            raise h11.RemoteProtocolError(f"a body in chunks of less than {_CHUNK_BYTES_MIN} bytes; send larger ones")
