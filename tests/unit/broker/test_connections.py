@@ -106,10 +106,12 @@ async def test_clients_without_a_login_do_not_keep_out_those_that_have_one(
         async with live.client():
             await _closed(oldest)
             await _until(lambda: live.broker.stats.connections == 2)
+            assert live.broker.stats.connections_refused == 0, "the new connection was accepted"
             for connection in live.server._connections.values():
                 connection._login.done = True
             async with live.client() as stranger:
                 await _closed(stranger)
+            assert live.broker.stats.connections_refused == 1
             assert live.broker.stats.connections == 2
             assert not second._reader.at_eof()
 

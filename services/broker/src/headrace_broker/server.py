@@ -199,13 +199,13 @@ class Server:
         stats = self._broker.stats
         connection = Connection(self._broker, self._memory, reader, writer)
         if len(self._connections) >= CONNECTIONS_MAX:
-            stats.connections_refused += 1
-            log.warning(
-                "connection_refused", reason=f"{CONNECTIONS_MAX} clients are connected", open=len(self._connections)
-            )
-            if not self._close_a_stranger():
+            is_accepted, reason = self._close_a_stranger(), f"{CONNECTIONS_MAX} clients are connected"
+            if not is_accepted:
+                stats.connections_refused += 1
+                log.warning("connection_refused", reason=reason, open=len(self._connections))
                 writer.transport.abort()
                 return
+            log.warning("stranger_closed", reason=f"{reason}, and a further one wants to", open=len(self._connections))
         task = asyncio.create_task(connection.run())
         self._connections[task] = connection
         stats.connections += 1
