@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ import pytest_asyncio
 from sqlalchemy import select
 
 from headrace_registry.control import steps as steps_of_rollouts
+from headrace_registry.rollouts.metrics import SessionRecord
 from headrace_registry.rollouts.settings import RolloutSettings
+from headrace_registry.storage import unit_store
 from headrace_registry.storage.tables import EVENTS, READINGS, SESSIONS, UNITS
 from headrace_schemas import ModelEvent, UnitAssignment
 from headrace_schemas.rules.assignment import assign_unit
@@ -65,6 +68,24 @@ async def test_shadow_precedes_the_first_traffic(shadow: tuple[Rig, FakeAnswers]
     assert last.shadow.state is not None
     assert last.shadow.expected["reward"]
     await traffic.until_over()
+
+
+async def test_shadow_parses_events_beside_the_event_loop(
+    shadow: tuple[Rig, FakeAnswers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parse, threads = unit_store.session_records, set[threading.Thread]()
+
+    def note_thread(events: Sequence[tuple[str, bytes]]) -> list[SessionRecord]:
+        threads.add(threading.current_thread())
+        return parse(events)
+
+    monkeypatch.setattr(unit_store, "session_records", note_thread)
+    rig, _ = shadow
+    await rig.promote_in_turn(0)
+    await begin_shadow(rig)
+    await ShadowTraffic(rig, 1).until_canary()
+    assert threads
+    assert threading.main_thread() not in threads, "a unit may have 64 MB of events"
 
 
 async def test_shadow_answers_each_prompt_once_and_ends_its_sessions(

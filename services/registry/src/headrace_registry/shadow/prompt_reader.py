@@ -36,6 +36,7 @@ USER_METRIC = "satisfaction"
 """The metric that stands for the user."""
 _USERS = "feedback"
 """The source of rewards that users give. New answers have none."""
+_SIDES: tuple[Side, ...] = ("logged", *ANSWERING)
 _AT_ONCE_MAX = 20
 _NUMBERS_MAX = 64
 """Largest number of statistics in a decision."""
@@ -103,6 +104,14 @@ def read_prompt(
     )
 
 
+def _read_events(
+    prompt: PromptRecord, events: Mapping[Side, Sequence[tuple[str, bytes]]], rollout_metrics: Mapping[str, Metric]
+) -> PromptReading:
+    """Parse the events of a prompt's sessions, which may take seconds, and compute their metrics."""
+    sessions = {side: unit_store.session_records(side_events) for side, side_events in events.items()}
+    return read_prompt(prompt, sessions, rollout_metrics)
+
+
 def _goodness(metric: Metric, name: str, sessions: Sequence[SessionRecord]) -> float | None:
     values = compute_metrics(sessions, {name: metric})
     return metric.goodness(values[name]) if values else None
@@ -129,12 +138,9 @@ class PromptReader:
             await self._lease.check(tx)
             readable = await prompts.readable_prompts(tx, rollout, age_ms, _AT_ONCE_MAX)
             for prompt in readable:
-                sessions = {
-                    side: unit_store.session_records(await prompts.side_events(tx, prompt, side))
-                    for side in ("logged", *ANSWERING)
-                }
+                events = {side: await prompts.side_events(tx, prompt, side) for side in _SIDES}
                 try:
-                    reading = await asyncio.to_thread(read_prompt, prompt, sessions, rollout_metrics)
+                    reading = await asyncio.to_thread(_read_events, prompt, events, rollout_metrics)
                 except MetricFailed as error:
                     failed[:] = [error]
                     return ()

@@ -138,7 +138,8 @@ class ShadowRunner:
         try:
             async with self._processor.database.transaction() as tx:
                 events = await prompts.side_events(tx, prompt, "logged")
-            turns = [turn for session in unit_store.session_records(events[:_TURNS_MAX]) for turn in session.turns]
+            sessions = await asyncio.to_thread(unit_store.session_records, events[:_TURNS_MAX])
+            turns = [turn for session in sessions for turn in session.turns]
             await self._play(rollout, prompt, attempt, turns)
         except Exception as error:  # one prompt must not stop the others, whatever its sessions contain
             if is_fatal(error):
