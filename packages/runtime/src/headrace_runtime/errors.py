@@ -50,6 +50,14 @@ class Refused(HeadraceError):
         self.param = param
 
 
+def is_panic(error: BaseException) -> bool:
+    """Return whether `error` comes from a library in Rust, such as `tokenizers`, that met a case it does not expect.
+
+    The class of such errors is no `Exception`, and cannot be imported.
+    """
+    return type(error).__name__ == "PanicException"
+
+
 __all__ = [
     "CorruptBlob",
     "DiskFull",
@@ -59,4 +67,5 @@ __all__ = [
     "Refused",
     "SettingError",
     "Unavailable",
+    "is_panic",
 ]

@@ -30,7 +30,7 @@ from headrace_runtime.process.programs import Lines
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_runtime.storage.model_folder import find_folder_problems
+from headrace_runtime.storage.model_folder import find_folder_problems, find_irregular_files
 from headrace_runtime.storage.versions import fingerprint_tokens
 from headrace_schemas.programs import MANIFEST_FILE, FolderLine, MergedLine, MergeLine, StoredLine
 from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
@@ -217,7 +217,9 @@ def _check_files(folder: Path) -> None:
 
 
 def _files(blobs: BlobStore, folder: Path) -> tuple[File, ...]:
-    """Return the files of the version with their digests. They are not stored yet."""
+    """Return the files of the version with their digests. They are not stored yet. Raises `VersionUnusable`."""
+    for problem in find_irregular_files(folder):
+        raise VersionUnusable(f"{folder}: {problem}")
     paths = [path for path in versions.model_files(folder) if path.name != MANIFEST_FILE]
     return tuple(File(path=p.relative_to(folder).as_posix(), blob=blobs.ref(p.read_bytes())) for p in paths)
 

@@ -12,11 +12,11 @@ from pathlib import Path
 from jinja2 import TemplateError
 from pydantic import JsonValue
 
-from headrace_runtime.errors import SettingError
+from headrace_runtime.errors import SettingError, is_panic
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage import base_files, base_models
-from headrace_runtime.storage.model_folder import find_folder_problems
+from headrace_runtime.storage.model_folder import find_folder_problems, find_irregular_files
 from headrace_runtime.storage.versions import TEMPLATE_FILE, TOKENIZER_FILE
 from headrace_trainer.backends import BACKENDS
 from headrace_trainer.experiences.admission import open_reply_reader
@@ -118,7 +118,7 @@ def _find_folder(base: str, data_dir: Path, *, check_hub: bool = True) -> Path |
 
 
 def _weights_bytes(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file())
 
 
 def _setting_message(folder: Path, remedy: str) -> str:
@@ -128,6 +128,9 @@ def _setting_message(folder: Path, remedy: str) -> str:
 def _problems(folder: Path) -> Iterator[str]:
     if not folder.is_dir():
         yield f"is not a folder; {base_models.FORMS}"
+        return
+    if irregular := list(find_irregular_files(folder)):
+        yield from irregular  # reading such a file may never end
         return
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
@@ -159,6 +162,10 @@ def _tokenizer_trouble(path: Path) -> str | None:
     try:
         Tokenizer.from_file(str(path))
     except Exception as error:  # noqa: BLE001 - the library raises plain `Exception`
+        return str(error)
+    except BaseException as error:
+        if not is_panic(error):
+            raise
         return str(error)
     return None
 

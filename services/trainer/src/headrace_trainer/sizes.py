@@ -38,6 +38,7 @@ _LARGE = 50_000_000
 """Parameters from which a step on a CPU takes seconds, so that its products are computed in bfloat16 where it can."""
 _VERSIONS = 3
 """Versions that a replica holds at most times: champion, previous and candidate."""
+_NUMBER_MAX = 2**40
 _TYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 GB = 1e9
 
@@ -63,15 +64,21 @@ class Shape:
 
     @classmethod
     def read(cls, folder: Path, lora: LoraSettings) -> Shape | None:
-        """Read the shape of a base, or return None if its configuration names sizes in another way."""
+        """Read the shape of a base, or return None if its configuration names sizes in another way, or is damaged."""
         config = read_json(folder / "config.json")
         text = config.get("text_config", config) if isinstance(config, dict) else {}
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
-        if not isinstance(text, dict) or not all(isinstance(text.get(name), int) for name in names):
+        further = ("head_dim", "num_key_value_heads", "max_position_embeddings")
+        if not isinstance(text, dict) or not all(_is_number(text.get(name)) for name in names):
+            return None
+        if not all(text.get(name) is None or _is_number(text[name]) for name in further):
             return None
         layers, hidden, heads, feed_forward = (int(text[name]) for name in names)
         head = int(text.get("head_dim") or hidden // heads)
-        tensors = _tensors(folder)
+        try:
+            tensors = _tensors(folder)
+        except (OSError, ValueError):
+            return None  # the check names the problem
         adapters = sum(
             lora.rank * sum(tensor.shape)
             for name, tensor in tensors.items()
@@ -88,6 +95,10 @@ class Shape:
             feed_forward=feed_forward,
             context=int(text.get("max_position_embeddings") or _CONTEXT_TOKENS_MAX),
         )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _NUMBER_MAX
 
 
 def matrix_names(folder: Path) -> set[str]:

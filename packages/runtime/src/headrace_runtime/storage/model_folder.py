@@ -16,10 +16,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from headrace_runtime.storage.versions import TEMPLATE_FILE, TOKENIZER_FILE
+from headrace_runtime.storage.versions import FILE_PATTERNS, TEMPLATE_FILE, TOKENIZER_FILE, is_weights
 from headrace_schemas.values.text import decode_text, read_user_text
 
 _HEADER_BYTES_MAX = 100_000_000
+_TEXT_BYTES_MAX = 256 << 20
+"""Largest configuration, tokenizer or template. The largest tokenizers of today have 40 MB."""
+_SIZE_MAX = 2**53
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SHOWN_LENGTH = 60
@@ -67,6 +70,10 @@ class StoredTensor:
 
 def find_folder_problems(folder: Path) -> Iterator[str]:
     """Yield one message for each problem: broken or missing files of weights, and token ids that do not agree."""
+    irregular = list(find_irregular_files(folder))
+    yield from irregular
+    if irregular:
+        return  # reading a device or a pipe may never end
     yield from _text_problems(folder)
     tensors: dict[str, StoredTensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -76,15 +83,42 @@ def find_folder_problems(folder: Path) -> Iterator[str]:
             yield f"{path.name} is not a safetensors file: {error}; copy it again"
     index = _read_json(folder / "model.safetensors.index.json")
     shards = index.get("weight_map") if isinstance(index, dict) else None
-    for name in sorted(set(shards.values())) if isinstance(shards, dict) else ():
-        if not (folder / str(name)).is_file():
-            yield f"its index names {str(name)[:_SHOWN_LENGTH]!r}, which is not there; copy all files of the model"
+    for name in sorted(set(map(str, shards.values()))) if isinstance(shards, dict) else ():
+        if not _is_file(folder, name):
+            yield f"its index names {name[:_SHOWN_LENGTH]!r}, which is not there; copy all files of the model"
     config = _read_json(folder / "config.json")
     text = config.get("text_config", config) if isinstance(config, dict) else None
     if isinstance(text, dict):
         yield from _token_problems(folder, text, _embedding_rows(tensors))
         yield from _head_problems(config, text, tensors)
         yield from _architecture_problems(config)
+
+
+def find_irregular_files(folder: Path) -> Iterator[str]:
+    """Yield one message for each file of the model that is no file, too large, or a link to a file of another folder.
+
+    A version contains copies of its files, so such a link would publish any file that this user can read. The links of
+    a model hub's cache, from `snapshots/<commit>` to `blobs`, and links to weights are permitted.
+    """
+    roots = [folder.resolve()]
+    if folder.parent.name == "snapshots":
+        roots.append((folder.parent.parent / "blobs").resolve())
+    for path in sorted({path for pattern in FILE_PATTERNS for path in folder.glob(pattern)}):
+        name = path.relative_to(folder).as_posix()
+        if not path.is_file():
+            yield f"{name} is not a file; copy it again"
+        elif not is_weights(name):
+            if not any(path.resolve().is_relative_to(root) for root in roots):
+                yield f"{name} is a link to a file outside of the folder; replace it by a copy of that file"
+            elif path.stat().st_size > _TEXT_BYTES_MAX:
+                yield f"{name} is larger than {_TEXT_BYTES_MAX} bytes; copy it again"
+
+
+def _is_file(folder: Path, name: str) -> bool:
+    try:
+        return (folder / name).is_file()
+    except (OSError, ValueError):  # the name is too long or contains NUL
+        return False
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -95,6 +129,8 @@ def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """
     try:
         return _parse_tensors(path)
+    except RecursionError:
+        raise ValueError("its header is not valid: it is nested too deeply") from None
     except (struct.error, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ValueError(f"its header is not valid: {error}") from None
 
@@ -106,6 +142,9 @@ def _parse_tensors(path: Path) -> dict[str, StoredTensor]:
             raise ValueError("its header has an impossible length")
         header = json.loads(file.read(length))
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    for name, entry in entries.items():
+        if not all(map(_is_size, (*entry["shape"], *entry["data_offsets"]))):
+            raise ValueError(f"its header is not valid: {name[:_SHOWN_LENGTH]!r} has a size that is no natural number")
     end = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
     missing = 8 + length + end - path.stat().st_size
     if missing > 0:
@@ -114,6 +153,10 @@ def _parse_tensors(path: Path) -> dict[str, StoredTensor]:
         name: StoredTensor(path, 8 + length + entry["data_offsets"][0], str(entry["dtype"]), tuple(entry["shape"]))
         for name, entry in entries.items()
     }
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _SIZE_MAX
 
 
 def _embedding_rows(tensors: Mapping[str, StoredTensor]) -> int | None:
@@ -241,8 +284,9 @@ def _tokenizer_tokens(folder: Path) -> dict[str, int]:
     tokens = words if isinstance(words, dict) else {}
     if isinstance(words, list):
         tokens = {str(piece[0]): number for number, piece in enumerate(words) if isinstance(piece, list) and piece}
-    added = [token for token in content.get("added_tokens") or [] if isinstance(token, dict)]
-    extra = {token["content"]: token["id"] for token in added if {"content", "id"} <= token.keys()}
+    added = content.get("added_tokens")
+    entries = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    extra = {str(token["content"]): token["id"] for token in entries if {"content", "id"} <= token.keys()}
     return {text: number for text, number in {**tokens, **extra}.items() if isinstance(number, int)}
 
 

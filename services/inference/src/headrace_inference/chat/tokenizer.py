@@ -19,7 +19,7 @@ from headrace_inference.chat.detokenizer import Decoding, Detokenizer
 from headrace_inference.chat.parsers import tags
 from headrace_inference.chat.plain import PlainText, ids_of
 from headrace_inference.errors import PromptTooLarge, VersionUnusable
-from headrace_runtime.errors import Refused
+from headrace_runtime.errors import Refused, is_panic
 from headrace_runtime.grammars.vocabulary import byte_level_table
 from headrace_runtime.storage.versions import TEMPLATE_FILE, TOKENIZER_FILE, file_digest, template_digest
 from headrace_schemas.events.turn import STOP_IDS_MAX
@@ -73,7 +73,9 @@ class ChatTokenizer:
                 folder, local_files_only=True, trust_remote_code=False
             )
             self._inner: Any = self._transformers_tokenizer.backend_tokenizer
-        except Exception as error:
+        except BaseException as error:
+            if not (isinstance(error, Exception) or is_panic(error)):
+                raise
             raise VersionUnusable(f"{manifest.version}: tokenizer: {type(error).__name__}: {error}") from error
         if not self._transformers_tokenizer.chat_template:
             raise VersionUnusable(f"{manifest.version}: the tokenizer has no chat template")

@@ -53,7 +53,7 @@ def read_template(folder: Path) -> str | None:
     config = read_json(folder / _TOKENIZER_CONFIG)
     template = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
         template = named.get("default")
     return template if isinstance(template, str) else None
 

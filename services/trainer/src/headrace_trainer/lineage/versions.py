@@ -24,6 +24,7 @@ from headrace_runtime.process import liveness
 from headrace_runtime.storage import versions as store
 from headrace_runtime.storage.base_models import FORMS
 from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.model_folder import find_irregular_files
 from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
 from headrace_trainer.learner import VERSION, WEIGHTS, Learner
 from headrace_trainer.lineage.saved import Assembly, Range
@@ -38,6 +39,8 @@ def check_base(folder: Path) -> None:
             raise SettingError("trainer.base", str(folder), f"has no {content}; convert the model first")
     if not (folder / store.TOKENIZER_FILE).exists():
         raise SettingError("trainer.base", str(folder), f"has no {store.TOKENIZER_FILE}; save a fast tokenizer there")
+    for problem in find_irregular_files(folder):
+        raise SettingError("trainer.base", str(folder), problem)
 
 
 @contextlib.contextmanager
