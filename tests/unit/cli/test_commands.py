@@ -27,7 +27,8 @@ from headrace_cli.commands.shared import console
 from headrace_cli.commands.up import print_summary
 from headrace_cli.demo.console_reporter import ConsoleReporter
 from headrace_operations import charts
-from headrace_operations.supervisor.state import RunState, ServiceState
+from headrace_operations.supervisor.state import Lock, NotRunning, RunState, ServiceState
+from headrace_operations.supervisor.state import read as read_state
 from headrace_runtime import rollout_picture
 from headrace_runtime.http import web
 from headrace_runtime.settings.sections import Common, SecuritySettings, ServiceSettings
@@ -371,3 +372,21 @@ def test_commands_read_headrace_toml_of_their_folder_unless_another_is_named(
     assert (status, "headrace.toml" in text) == (2, True), text
     status, text = headrace("up", "--config", "absent.toml")
     assert (status, "absent.toml" in text) == (2, True), text
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b"[" * 10_000, b'{"pid": 1e999}'])
+def test_a_damaged_state_is_named(content: bytes, data_dir: Path) -> None:
+    lock = Lock(data_dir)
+    lock.take()
+    (data_dir / "run" / "state.json").write_bytes(content)
+    with pytest.raises(NotRunning, match=r"state\.json is damaged"):
+        read_state(data_dir)
+    lock.release()
+
+
+def test_a_path_that_the_system_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, text = headrace("train", "x" * 5000)
+    assert status == 1
+    assert "xxx" in text
+    assert "File name too long; name another path" in text

@@ -123,18 +123,27 @@ class BusOptions:
 
 
 class Commands(TyperGroup):
-    """Group of commands that may raise `HeadraceError`, which is printed; exit status 1, or 2 for wrong usage."""
+    """Group of commands that may raise `HeadraceError`, or `OSError` for a file, which is printed.
+
+    The exit status is 1, or 2 for wrong usage.
+    """
 
     def invoke(self, ctx: Any) -> Any:
         from headrace.errors import HeadraceError, UsageError
         from headrace_operations.supervisor.state import StartFailed
         from headrace_runtime.errors import SettingError
+        from headrace_schemas.values.text import printable
 
         try:
             return super().invoke(ctx)
         except HeadraceError as error:
             echo(f"headrace: {error}", error=True)
             raise typer.Exit(2 if isinstance(error, UsageError | StartFailed | SettingError) else 1) from None
+        except OSError as error:
+            if error.filename is None:
+                raise
+            echo(f"headrace: {printable(str(error.filename))}: {error.strerror}; name another path", error=True)
+            raise typer.Exit(1) from None
 
 
 def command(app: typer.Typer, function: Callable[..., None], *examples: str, name: str | None = None) -> None:
@@ -265,17 +274,18 @@ def parse_time(text: str | None) -> datetime | None:
         UsageError: the text is neither.
     """
     from headrace.errors import UsageError
+    from headrace_schemas.values.text import printable
 
     if text is None:
         return None
     age = _AGE.fullmatch(text)
-    if age:
-        return datetime.now(UTC) - timedelta(seconds=float(age[1]) * _SECONDS[age[2]])
     try:
+        if age:
+            return datetime.now(UTC) - timedelta(seconds=float(age[1]) * _SECONDS[age[2]])
         time = datetime.fromisoformat(text)
-    except ValueError:
+    except (ValueError, OverflowError):  # an age may be longer than the calendar
         raise UsageError(
-            f"{text!r} is not a time; use the form 2026-01-31T12:00:00Z, or an age such as 90s, 5min, 2h, 7d"
+            f"{printable(text)!r} is not a time; use the form 2026-01-31T12:00:00Z, or an age such as 90s, 5min, 2h, 7d"
         ) from None
     return time if time.tzinfo else time.replace(tzinfo=UTC)
 

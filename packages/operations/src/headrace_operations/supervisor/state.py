@@ -126,7 +126,7 @@ def read(data_dir: Path) -> RunState:
     """Return the state of the Headrace in `data_dir`, and remember its token for requests to its addresses.
 
     Raises:
-        NotRunning: no supervisor runs there, or it has not written its state yet.
+        NotRunning: no supervisor runs there, or its state is not written yet or damaged.
     """
     folder = _folder(data_dir)
     lock, state = folder / "lock", folder / "state.json"
@@ -137,7 +137,10 @@ def read(data_dir: Path) -> RunState:
         raise NotRunning(
             f"Headrace is not up in {data_dir.absolute()}; start it with `headrace up`, or name another --data-dir"
         )
-    run_state = RunState.model_validate_json(state.read_text(encoding="utf-8"))
+    try:
+        run_state = RunState.model_validate_json(state.read_bytes())
+    except ValidationError:
+        raise NotRunning(f"{state} is damaged; stop `headrace up` and start it again") from None
     remember_stack(data_dir, run_state.model_dump())
     return run_state
 
