@@ -6,8 +6,10 @@ Chat completions are here; `responses_api` and `messages_api` have the shapes of
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from pydantic import JsonValue
 from pydantic_core import to_json
@@ -16,9 +18,10 @@ from headrace_gateway.access.refusals import ApiError
 from headrace_gateway.requests import client_connection
 from headrace_gateway.requests.chat_call import ChatCall
 from headrace_gateway.requests.chat_request import FUNCTION_CALL, ChatRequest, old_fields
-from headrace_gateway.requests.engine_wire import EngineAnswer, EngineChoice, EngineMessage
+from headrace_gateway.requests.engine_wire import EngineAnswer, EngineChoice, EngineMessage, EngineToolCall, EngineUsage
 from headrace_gateway.requests.request_context import IGNORED_HEADER, header_value
 
+Json = dict[str, Any]
 _DONE = client_connection.encode(client_connection.DONE)
 
 
@@ -53,6 +56,62 @@ class AnswerShape(Protocol):
         """Return the body of a plain answer."""
 
     def streamed(self, call: ChatCall) -> StreamedAnswer: ...
+
+
+@dataclass(slots=True)
+class OpenPart:
+    """The part of an answer that is being written: text, reasoning or a call. `kind` is the API's name for it."""
+
+    kind: str
+    pieces: list[str] = field(default_factory=list, kw_only=True)
+    """The text, the reasoning, or the arguments of a call, as they came."""
+    call_index: int | None = field(default=None, kw_only=True)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+P = TypeVar("P", bound=OpenPart)
+
+
+class PartWriter(ABC, Generic[P]):
+    """Turns the chunks of an engine into the events of one answer, whose parts follow each other."""
+
+    REASONING: ClassVar[str]
+    TEXT: ClassVar[str]
+    """The kinds of a part of reasoning and of a part of text."""
+
+    def __init__(self) -> None:
+        self._open: P | None = None
+        self._finish: str | None = None
+        self._usage: EngineUsage | None = None
+
+    def _add_message(self, message: EngineMessage) -> list[Json]:
+        """Return the events of a message, or of an addition to one."""
+        events: list[Json] = []
+        for kind, text in ((self.REASONING, message.reasoning_content), (self.TEXT, message.content)):
+            if text:
+                if self._open is None or self._open.kind != kind:
+                    events += self._begin(kind)
+                assert self._open is not None
+                self._open.pieces.append(text)
+                events.append(self._text_event(text))
+        for index, call in message.indexed_calls:
+            events += self._add_call(index, call)
+        return events
+
+    @abstractmethod
+    def _begin(self, kind: str) -> list[Json]:
+        """Close the open part, open one of this kind, and return the events of both."""
+
+    @abstractmethod
+    def _text_event(self, text: str) -> Json:
+        """Return the event that adds `text` to the open part."""
+
+    @abstractmethod
+    def _add_call(self, index: int, call: EngineToolCall) -> list[Json]:
+        """Add to the call with this index, which is opened if it is not open. Return the events."""
 
 
 class ChatCompletions:

@@ -21,7 +21,7 @@ from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.process.event_loop import run_off_loop
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.storage.tables import portions, upsert
+from headrace_runtime.storage.tables import first_within, portions, upsert
 from headrace_schemas import Feedback, Turn
 from headrace_schemas.values.text import printable
 
@@ -219,19 +219,16 @@ async def feedback_of_session(
     of_session = feedback.c.session_key == session_key, fresh
     newest = select(feedback.c.event_id, func.length(feedback.c.payload)).where(*of_session)
     newest = newest.order_by(feedback.c.source_offset.desc()).limit(_FEEDBACK_MAX + 1)
-    names: list[str] = []
-    size_bytes = 0
-    for name, length_bytes in await tx.execute(newest):
-        if names and (len(names) == _FEEDBACK_MAX or size_bytes + length_bytes > _FEEDBACK_BYTES_MAX):
-            log.warning("feedback_left_out", session=session_key, counted=len(names))
-            break
-        names.append(name)
-        size_bytes += length_bytes
+    sizes = (await tx.execute(newest)).all()
+    counted = first_within(sizes, _FEEDBACK_MAX, lambda row: (row[1],), (_FEEDBACK_BYTES_MAX,))
+    if len(counted) < len(sizes):
+        log.warning("feedback_left_out", session=session_key, counted=len(counted))
     columns = feedback.c.event_id, feedback.c.payload, feedback.c.source_offset, feedback.c.turns_until
     rows: list[Any] = []
-    for part in portions(names, _EVENTS_AT_ONCE):
+    for part in portions((name for name, _ in counted), _EVENTS_AT_ONCE):
         query = select(*columns).where(feedback.c.event_id.in_(part))
         rows += (await tx.execute(query)).all()
+    size_bytes = sum(length_bytes for _, length_bytes in counted)
     return await run_off_loop(size_bytes + _FEEDBACK_COST_BYTES * len(rows), lambda: _ordered(rows, tenant))
 
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 from pydantic import JsonValue
 
 from headrace_runtime.clock import epoch_ms
+from headrace_runtime.storage.tables import first_within
 from headrace_schemas import Feedback
 from headrace_schemas.values.bounds import merge_contexts
 
@@ -175,14 +176,10 @@ def newest(records: Iterable[P], events_max: int | None = None) -> list[P]:
     Without a bound, each feedback of a session would cost as much as all that was given before it.
     """
     most = EVENTS_MAX if events_max is None else events_max
-    counted: list[P] = []
-    size_bytes = values = 0
-    for record in sorted(records, key=lambda record: record.offset, reverse=True):
-        size_bytes += record.size_bytes
-        values += record.value_count
-        if counted and (len(counted) == most or size_bytes > _BYTES_MAX or values > _VALUES_MAX):
-            break
-        counted.append(record)
+    ordered = sorted(records, key=lambda record: record.offset, reverse=True)
+    counted = first_within(
+        ordered, most, lambda record: (record.size_bytes, record.value_count), (_BYTES_MAX, _VALUES_MAX)
+    )
     return counted[::-1]
 
 

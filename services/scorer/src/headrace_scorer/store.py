@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
-from sqlalchemy import RowMapping, bindparam, func, insert, or_, select, update
+from sqlalchemy import RowMapping, bindparam, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
@@ -236,28 +236,20 @@ async def feedback_about(
     Both are of its tenant. A run with several sessions has a copy of its feedback in each session. Only the copies in
     the session of the trajectory count.
     """
-    own_turns = turns.c.trajectory_id.in_([trajectory.trajectory_id for trajectory in stored])
-    listings = select(turns.c.trajectory_id, listed.c.event_id).join(listed, listed.c.turn_id == turns.c.turn_id)
-    lists: dict[str, set[str]] = {}
-    for trajectory_id, name in await tx.execute(listings.where(own_turns).distinct()):
-        lists.setdefault(trajectory_id, set()).add(name)
+    sessions = {trajectory.trajectory_id: session_of(trajectory) for trajectory in stored}
     table = feedback.c
-    named = select(listed.c.event_id).join(turns, turns.c.turn_id == listed.c.turn_id).where(own_turns)
-    query = select(table.session_key, table.tenant, table.lists_turns, *_POSITION).where(
-        is_one_of(table.session_key, table.tenant, {session_of(trajectory) for trajectory in stored}),
-        or_(table.lists_turns.is_(False), table.event_id.in_(named)),
-    )
-    listing: dict[Session, list[FeedbackPosition]] = {}
+    in_sessions = is_one_of(table.session_key, table.tenant, set(sessions.values()))
+    positions = select(table.session_key, table.tenant, *_POSITION).where(in_sessions)
+    listings = positions.add_columns(turns.c.trajectory_id).join(listed, listed.c.event_id == table.event_id)
+    listings = listings.join(turns, turns.c.turn_id == listed.c.turn_id).where(turns.c.trajectory_id.in_(sessions))
+    listing: dict[str, list[FeedbackPosition]] = {}
+    for session_key, tenant, *row, name in await tx.execute(listings.distinct()):
+        if (session_key, tenant) == sessions[name]:
+            listing.setdefault(name, []).append(FeedbackPosition(*row))
     general: dict[Session, list[FeedbackPosition]] = {}
-    for session_key, tenant, lists_turns, *row in await tx.execute(query):
-        positions = listing if lists_turns else general
-        positions.setdefault((session_key, tenant), []).append(FeedbackPosition(*row))
-    about = {}
-    for trajectory in stored:
-        names, session = lists.get(trajectory.trajectory_id, set()), session_of(trajectory)
-        own = [position for position in listing.get(session, ()) if position.name in names]
-        about[trajectory.trajectory_id] = own, general.get(session, [])
-    return about
+    for session_key, tenant, *row in await tx.execute(positions.where(table.lists_turns.is_(False))):
+        general.setdefault((session_key, tenant), []).append(FeedbackPosition(*row))
+    return {name: (listing.get(name, []), general.get(session, [])) for name, session in sessions.items()}
 
 
 async def load_feedback(tx: AsyncConnection, names: Iterable[str]) -> dict[str, PlacedFeedback]:

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from pydantic_core import from_json, to_json
 
 from headrace_gateway.access.refusals import REQUEST_ID_HEADER, ApiError
-from headrace_gateway.apis.answers import AnswerShape, StreamedAnswer, answer_headers
+from headrace_gateway.apis.answers import AnswerShape, Json, OpenPart, PartWriter, StreamedAnswer, answer_headers
 from headrace_gateway.apis.messages_api.request import MessagesRequest, parse_messages
 from headrace_gateway.requests import client_connection
 from headrace_gateway.requests.chat_call import ChatCall
 from headrace_gateway.requests.chat_request import ChatRequest
-from headrace_gateway.requests.engine_wire import EngineAnswer, EngineChoice, EngineMessage, EngineToolCall, EngineUsage
+from headrace_gateway.requests.engine_wire import EngineAnswer, EngineChoice, EngineToolCall, EngineUsage
 from headrace_gateway.requests.request_context import RequestContext
 
-Json = dict[str, Any]
 SIGNATURE = "aGVhZHJhY2U="
 """The signature of thinking blocks. The gateway does not check the signature of a block that a client sends back."""
 _TAIL_BYTES = 1024
@@ -105,20 +103,12 @@ def tool_input(arguments: str) -> Json:
 
 
 @dataclass(slots=True)
-class _OpenBlock:
+class _OpenBlock(OpenPart):
     """The content block that is being written."""
 
-    kind: str
     index: int
-    pieces: list[str] = field(default_factory=list)
-    """The text, the reasoning, or the arguments of a call, as they came."""
     call_id: str = ""
     name: str = ""
-    call_index: int | None = None
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
 
     def content(self) -> Json:
         """Return the block with everything that it holds so far."""
@@ -140,7 +130,7 @@ class _OpenBlock:
         return {"type": "text", "text": ""}
 
 
-class MessageWriter:
+class MessageWriter(PartWriter[_OpenBlock]):
     """Turns the chunks of an engine into the events of one answer.
 
     Args:
@@ -149,15 +139,16 @@ class MessageWriter:
         max_tokens: The limit of the request. An answer that is cut earlier has reached the end of the context.
     """
 
+    REASONING = "thinking"
+    TEXT = "text"
+
     def __init__(self, message_id: str, stop_sequences: tuple[str, ...], max_tokens: int) -> None:
+        super().__init__()
         self._id = message_id
         self._max_tokens = max_tokens
         self._stops = StopFinder(stop_sequences)
-        self._open: _OpenBlock | None = None
         self._content: list[Json] = []
         self._version: str | None = None
-        self._finish: str | None = None
-        self._usage: EngineUsage | None = None
         self._prompt_tokens = 0
 
     def add(self, answer: EngineAnswer, version: str, *, streamed: bool) -> list[Json]:
@@ -170,7 +161,7 @@ class MessageWriter:
             events += [{"type": "message_start", "message": self._message([], None, None)}, {"type": "ping"}]
         for choice in answer.choices:
             self._stops.add(choice)
-            events += self._added(choice.delta if streamed else choice.message)
+            events += self._add_message(choice.delta if streamed else choice.message)
             self._finish = choice.finish_reason or self._finish
         return events
 
@@ -201,21 +192,9 @@ class MessageWriter:
         called = any(block["type"] == "tool_use" for block in self._content)
         return ("tool_use" if called or self._finish == "tool_calls" else "end_turn"), None
 
-    def _added(self, added: EngineMessage) -> list[Json]:
-        events: list[Json] = []
-        if added.reasoning_content:
-            events += self._add_text("thinking", added.reasoning_content)
-        if added.content:
-            events += self._add_text("text", added.content)
-        for index, call in added.indexed_calls:
-            events += self._add_call(index, call)
-        return events
-
-    def _add_text(self, kind: str, text: str) -> list[Json]:
-        events = [] if self._open is not None and self._open.kind == kind else self._begin(kind)
+    def _text_event(self, text: str) -> Json:
         assert self._open is not None
-        self._open.pieces.append(text)
-        return [*events, self._delta(f"{kind}_delta", kind, text)]
+        return self._delta(f"{self._open.kind}_delta", self._open.kind, text)
 
     def _add_call(self, index: int, call: EngineToolCall) -> list[Json]:
         """Add to a call. Its arguments are sent when they are complete: a client reads them as JSON, and a model

@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 from pydantic_core import to_json
 
 from headrace_gateway.access.refusals import ApiError
-from headrace_gateway.apis.answers import AnswerShape, StreamedAnswer, answer_headers
+from headrace_gateway.apis.answers import AnswerShape, OpenPart, PartWriter, StreamedAnswer, answer_headers
 from headrace_gateway.apis.responses_api import output
 from headrace_gateway.apis.responses_api.items import Item, size_of
 from headrace_gateway.apis.responses_api.output import Json, ResponseFrame
@@ -25,7 +25,6 @@ from headrace_gateway.requests.chat_request import ChatRequest
 from headrace_gateway.requests.engine_wire import (
     EngineAnswer,
     EngineChoice,
-    EngineMessage,
     EngineToolCall,
     EngineUsage,
     TokenLogprob,
@@ -45,23 +44,15 @@ _CALLS = ("fc", "ctc")
 
 
 @dataclass(slots=True)
-class _OpenItem:
+class _OpenItem(OpenPart):
     """The item that is being written."""
 
-    kind: str
     item_id: str
     position: int
     encrypts: bool
-    pieces: list[str] = field(default_factory=list)
-    """The text, the reasoning, or the arguments of a call, as they came."""
     call: EngineToolCall = field(default_factory=EngineToolCall)
-    call_index: int | None = None
     tool: OfferedTool | None = None
     logprobs: list[TokenLogprob] = field(default_factory=list)
-
-    @property
-    def text(self) -> str:
-        return "".join(self.pieces)
 
     def item(self, status: str, *, begun: bool = True, shows_logprobs: bool = False) -> Json:
         """Return the item with everything that it holds so far."""
@@ -82,19 +73,20 @@ class _OpenItem:
         return output.text_part(self.text) if self.kind == "msg" else output.reasoning_part(self.text)
 
 
-class ResponseWriter:
+class ResponseWriter(PartWriter[_OpenItem]):
     """Turns the deltas of one answer into events."""
 
+    REASONING = "rs"
+    TEXT = "msg"
+
     def __init__(self, frame: ResponseFrame, *, shows_logprobs: bool) -> None:
+        super().__init__()
         self._frame = frame
         self._shows_logprobs = shows_logprobs
         self._number = 0
         self._begun = False
-        self._open: _OpenItem | None = None
         self._items: list[Json] = []
         self._version = ""
-        self._finish: str | None = None
-        self._usage: EngineUsage | None = None
         self._pending_logprobs: list[TokenLogprob] = []
         """Logprobs of tokens that have made no text yet."""
 
@@ -111,7 +103,9 @@ class ResponseWriter:
                 opened = self._frame.response("in_progress", self._version, [], None, None)
                 events += [{"type": "response.created", "response": opened}]
                 events += [{"type": "response.in_progress", "response": opened}]
-            events += self._added(choice.delta if streamed else choice.message, choice)
+            if self._shows_logprobs and choice.logprobs is not None:
+                self._pending_logprobs += choice.logprobs.content or ()
+            events += self._add_message(choice.delta if streamed else choice.message)
             self._finish = choice.finish_reason or self._finish
         return self._numbered(events)
 
@@ -127,28 +121,14 @@ class ResponseWriter:
         """Return the event of a stream that breaks."""
         return self._numbered([{"type": "error", "code": error.code, "message": str(error), "param": error.param}])
 
-    def _added(self, added: EngineMessage, choice: EngineChoice) -> list[Json]:
-        events: list[Json] = []
-        if self._shows_logprobs and choice.logprobs is not None:
-            self._pending_logprobs += choice.logprobs.content or ()
-        if added.reasoning_content:
-            events += self._add_text("rs", added.reasoning_content)
-        if added.content:
-            events += self._add_text("msg", added.content)
-        for index, call in added.indexed_calls:
-            events += self._add_call(index, call)
-        return events
-
-    def _add_text(self, kind: str, text: str) -> list[Json]:
-        events = [] if self._open is not None and self._open.kind == kind else self._begin(kind)
+    def _text_event(self, text: str) -> Json:
         assert self._open is not None
-        self._open.pieces.append(text)
         delta = self._event("delta", delta=text, content_index=0)
-        if kind == "msg":
+        if self._open.kind == "msg":
             self._open.logprobs += self._pending_logprobs
             delta["logprobs"] = self._pending_logprobs
         self._pending_logprobs = []
-        return [*events, delta]
+        return delta
 
     def _add_call(self, index: int, call: EngineToolCall) -> list[Json]:
         """Add to a call. The text of a custom tool is sent when its arguments are complete."""

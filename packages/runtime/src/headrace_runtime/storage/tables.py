@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -155,6 +156,23 @@ def portions(values: Iterable[V], size: int = ROWS_AT_ONCE) -> Iterator[list[V]]
     everything = list(values)
     for at in range(0, len(everything), size):
         yield everything[at : at + size]
+
+
+def first_within(
+    items: Iterable[V], count_max: int, sizes_of: Callable[[V], tuple[int, ...]], sizes_max: tuple[int, ...]
+) -> list[V]:
+    """Return the first `count_max` items, or as many of them as together exceed none of `sizes_max`.
+
+    The first item is returned whatever its sizes.
+    """
+    chosen: list[V] = []
+    totals = (0,) * len(sizes_max)
+    for item in items:
+        totals = tuple(map(operator.add, totals, sizes_of(item)))
+        if chosen and (len(chosen) == count_max or any(map(operator.gt, totals, sizes_max))):
+            break
+        chosen.append(item)
+    return chosen
 
 
 async def delete_batch(
