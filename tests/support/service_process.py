@@ -43,9 +43,12 @@ class HeadraceUp:
         settings: Mapping[str, object],
         environ: Mapping[str, str],
         program: str = HEADRACE,
+        start_s: float = _START_S,
     ) -> None:
         self.folder = folder
+        self._start_s = start_s
         self._command = [program, "up", "--data-dir", str(folder), "--config", str(config), "--auto-ports"]
+        self._command += ["--timeout", str(start_s)]
         self._command += [word for name, value in settings.items() for word in ("--set", f"{name}={as_setting(value)}")]
         self._environ = {**os.environ, **environ}
         self._log = folder.with_name(f"{folder.name}.log")
@@ -68,7 +71,7 @@ class HeadraceUp:
         """Start the stack. Return once every service is ready and the gateway serves a version."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environ)
-        wait_until(self._ready, _START_S, f"headrace up in {self.folder} is ready")
+        wait_until(self._ready, self._start_s, f"headrace up in {self.folder} is ready")
         return self.state
 
     def running(self) -> bool:

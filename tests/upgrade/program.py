@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,10 +40,13 @@ COMMIT = "a7fe9434"
 """The last commit before files, distributions and names got their present form."""
 LEFT_OUT = {"examples", "tests", "docs"}
 """Folders whose projects are no members."""
+DATABASES = ("sqlite", "postgres")
 PROMOTIONS = 2
 STEPS = 2
 INVALID = 3
 WAIT_S = 180.0
+START_S = 600.0
+"""The first start of a new environment reads several GB of libraries."""
 CANARY: dict[str, object] = {"registry.rollout.kind": "canary"}
 UV = Path(sys.prefix) / "bin" / "uv"
 E = TypeVar("E", bound=Event)
@@ -66,7 +69,8 @@ class Checkout:
         environment = folder / ".venv"
         venv.create(environment, with_pip=False, symlinks=True)
         python = ("--python", str(environment / "bin" / "python"))
-        _run(str(UV), "pip", "sync", "--quiet", "--require-hashes", *python, "requirements.lock", cwd=folder)
+        sync = str(UV), "pip", "sync", "--quiet", "--compile-bytecode", "--require-hashes"  # services start at once
+        _run(*sync, *python, "requirements.lock", cwd=folder)
         projects = _run("git", "ls-files", "*/pyproject.toml", cwd=folder).split()
         members = [str(Path(project).parent) for project in projects if project.split("/")[0] not in LEFT_OUT]
         editable = [word for member in members for word in ("--editable", f"./{member}")]
@@ -131,9 +135,8 @@ class Scenario:
         examples = (self._old.folder if old else ROOT) / "examples"
         settings = self._settings | more
         program = self._old.headrace if old else HEADRACE
-        return HeadraceUp(
-            self.data, examples / "email_agent" / "headrace.toml", settings, {"PYTHONPATH": str(examples)}, program
-        )
+        config = examples / "email_agent" / "headrace.toml"
+        return HeadraceUp(self.data, config, settings, {"PYTHONPATH": str(examples)}, program, START_S)
 
     async def _work(self, up: HeadraceUp, until: Callable[[HeadraceUp], bool]) -> Written:
         """Run the agent until `until`, publish records that are refused, and return the state at the end."""
@@ -189,6 +192,7 @@ class Scenario:
             at_least("steps trained after the upgrade", _last_step(up) - written.last_step, STEPS),
             equals("experiences trained twice", len(revisions) - len(set(revisions)), 0),
             equals("problems of the account", account.problems_total, 0),
+            equals("turns that `headrace status` accounts for", _accounted(up.status()), account.captured),
             at_least("turns captured after the upgrade", account.captured - written.account.captured, 1),
             equals("failed requests of the agent", failed, 0),
         ]
@@ -247,6 +251,12 @@ def _counts(account: TurnAccount) -> dict[str, object]:
     return {name: getattr(account, name) for name in ("captured", "trained", "waiting", "dropped")}
 
 
+def _accounted(status: dict[str, Any]) -> int:
+    """Return the number of trained, waiting and dropped turns in the reply of `headrace status`."""
+    account = status["account"]
+    return int(account["trained"] + sum(account["waiting"].values()) + sum(account["dropped"].values()))
+
+
 def _champion(up: HeadraceUp) -> str | None:
     with ModelRegistry(up.state.services["registry"].url) as registry:
         return registry.model(MODEL).champion
@@ -267,9 +277,13 @@ def _play(run: Run) -> None:
     try:
         base = circle.base_model()
         with FakeLLM(verdict(outcome=4, grounding=4, conduct=5, clarity=5)) as judge, contextlib.ExitStack() as servers:
-            for name, database in _databases(run, servers):
+            for name in run.options.only:
+                if name == "postgres" and (reason := postgres_node.missing()):
+                    run.skip(name, reason)
+                    continue
                 folder = run.folder / name
                 folder.mkdir()
+                database = {} if name == "sqlite" else {"database.url": _start_postgres(folder, servers)}
                 scenario = Scenario(folder, old, circle.settings(base, judge) | database)
                 written = scenario.write()
                 run.add_all(replace(line, name=f"{name}: {line.name}") for line in scenario.open(written))
@@ -277,20 +291,17 @@ def _play(run: Run) -> None:
         old.remove()
 
 
-def _databases(run: Run, servers: contextlib.ExitStack) -> Iterator[tuple[str, dict[str, object]]]:
-    yield "SQLite", {}
-    if reason := postgres_node.missing():
-        run.skip("PostgreSQL", reason)
-        return
-    folder = run.folder / "postgres"
-    folder.mkdir()
-    node = PostgresNode(folder, durable=False)
+def _start_postgres(folder: Path, servers: contextlib.ExitStack) -> str:
+    """Start a server that `servers` stops, and return the address of its database."""
+    node = PostgresNode(folder / "postgres", durable=False)
+    node.folder.mkdir()
     servers.callback(node.stop)
     node.start()
-    yield "PostgreSQL", {"database.url": node.url()}
+    return node.url()
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", nargs="+", choices=DATABASES, default=DATABASES, help="databases (default: both)")
     parser.add_argument("--commit", default=COMMIT, help="the earlier commit (default: %(default)s)")
 
 
