@@ -1,7 +1,8 @@
 """Tests of fixed models, of demos and of base models from a hub, with real services.
 
 A folder is registered, served, called, named, exported and imported. A demo continues after a failure of the bus. A
-base model from a hub is downloaded once, served, restarted without the hub, pushed, and downloaded again.
+base model from a hub is downloaded once, served, restarted without the hub, pushed, and downloaded again. Traces
+of versions and of sessions over a bus agree with a generated history.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,20 +23,25 @@ from typing import Any
 import httpx2
 import pytest
 
-from headrace.topics import Range, connected
+from headrace.producing import Outgoing, producing
+from headrace.topics import Entry, Range, connected
 from headrace_cli.demo.console_reporter import Watch
+from headrace_operations.lineage.sessions import trace_session
+from headrace_operations.lineage.versions import trace_version
 from headrace_runtime.kafka import topics as catalogue
 from headrace_runtime.kafka.producer import EventProducer
+from headrace_runtime.kafka.topics import ensure
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.base_files import ORIGIN_FILE
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_schemas import ModelEvent, Turn
+from headrace_schemas import Experience, ModelEvent, Turn
 from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
 from tests.support.buses import BrokerProcess
 from tests.support.fake_hub import FakeHub
 from tests.support.processes import free_port, wait_until
 from tests.support.service_process import HEADRACE, HeadraceUp, run_of
+from tests.support.training_history import TOPICS, assert_traces_agree, made_up, recorded
 
 SERVICES = ("broker", "gateway", "registry", "inference")
 WAIT_S = 120.0
@@ -284,3 +291,44 @@ def test_a_named_base_is_served_and_survives_the_hub(tmp_path: Path) -> None:
         assert answering_version(up) == version
     finally:
         up.stop()
+
+
+SESSIONS = 1000
+
+
+@pytest.fixture
+def empty_bus(tmp_path: Path) -> Iterator[str]:
+    broker = BrokerProcess(tmp_path / "broker")
+    broker.start()
+    yield broker.address
+    broker.stop()
+
+
+async def test_why_and_where_agree_with_the_history(empty_bus: str) -> None:
+    await ensure(BusSettings(address=empty_bus))
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    history = made_up(seed, SESSIONS, 60)
+    async with producing(empty_bus, "test") as producer:
+        await producer.send([Outgoing.of(event, "test") for event in history.events])
+    entries: dict[str, list[Entry]] = {}
+    async with connected(empty_bus) as topics:
+        for topic in TOPICS:
+            entries[topic] = [entry async for entry in topics.read(Range(topic))]
+        read_once = recorded(entries)
+        await assert_traces_agree(read_once, history)
+        for session in history.chance.sample(sorted(history.sessions), 5):
+            trace = await trace_session(topics, session, tenant="default", after=0, limit=1000)
+            assert trace == await trace_session(read_once, session, tenant="default", after=0, limit=1000)
+        version = history.chance.choice(sorted(history.contents))
+        asked_why = await trace_version(topics, version, everything=True, after=0, limit=1000)
+        for change in asked_why.entries:
+            assert change.partition is not None
+            history_entry = next(
+                e for e in entries[Experience.topic] if (e.partition, e.offset) == (change.partition, change.offset)
+            )
+            assert isinstance(history_entry.event, Experience)
+            assert (history_entry.event.experience_id, history_entry.event.revision) == (
+                change.experience_id,
+                change.revision,
+            )
