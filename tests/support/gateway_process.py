@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -25,72 +21,29 @@ from headrace_schemas import Event, Turn
 from headrace_schemas.rules.turn_history import TurnHistory
 from headrace_schemas.values.errors import InvalidEvent
 from tests.support.processes import free_port, wait_open
+from tests.support.service_process import LoggedProcess
 
 E = TypeVar("E", bound=Event)
 
 
-class GatewayProcess:
+class GatewayProcess(LoggedProcess):
     """Gateway process that can be killed (SIGKILL) and started again on the same folder and port."""
 
     def __init__(self, folder: Path, bus: str, environ: Mapping[str, str] | None = None, /, **settings: object) -> None:
-        """Configure the process. `environ` are variables in addition to its settings, for example
-        `wrong_clock.environ`.
-        """
-        self._command = [sys.executable, "-m", "headrace_gateway"]
-        self._environ = environ or {}
-        self.port = free_port()
+        """Configure the process. For `environ` see `LoggedProcess.set`."""
+        super().__init__("gateway", "headrace_gateway", folder / "gateway.log", free_port())
         self.folder = folder
-        self._settings: dict[str, object] = {
-            "DATA_DIR": folder,
-            "BUS__ADDRESS": bus,
-            "GATEWAY__PORT": self.port,
-            **settings,
-        }
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None, "it is started first"
-        return self._process.pid
-
-    @property
-    def log(self) -> str:
-        return (self.folder / "gateway.log").read_text(encoding="utf-8")
+        self.set({"DATA_DIR": folder, "BUS__ADDRESS": bus, "GATEWAY__PORT": self.port, **settings}, environ)
 
     def start(self, timeout_s: float = 90.0) -> None:
         """Start the process and wait until it listens: 3 s on an idle machine, much longer while pytest workers share
         the cores.
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        environ = {f"HEADRACE_{name}": str(value) for name, value in self._settings.items()}
-        with (self.folder / "gateway.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command, stdout=log, stderr=log, env={**os.environ, **self._environ, **environ}
-            )
+        self.begin()
         try:
             wait_open(self.port, timeout_s)
         except TimeoutError as error:
             raise TimeoutError(f"{error}; the gateway says {self.log[-3000:]}") from None
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def stop(self) -> int:
-        """Send SIGTERM, and SIGKILL after 20 s. Return the exit status."""
-        assert self._process is not None
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
-            try:
-                self._process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        return self._process.returncode
 
 
 class BusView:

@@ -144,7 +144,13 @@ class LoggedProcess:
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
-    def wait(self, timeout_s: float) -> int:
+    def terminate(self) -> None:
+        """Request a clean stop and return at once."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        """Wait for the end of the process and return the exit status."""
         assert self._process is not None
         return self._process.wait(timeout_s)
 
@@ -155,15 +161,14 @@ class LoggedProcess:
         process.wait()
 
     def stop(self) -> int:
-        """Send SIGTERM and return the exit status."""
-        assert self._process is not None
+        """Send SIGTERM, and SIGKILL if the process still runs after 30 s. Return the exit status."""
         if self.running():
-            self._process.send_signal(signal.SIGTERM)
+            self.terminate()
             try:
-                self._process.wait(20)
+                self.wait()
             except subprocess.TimeoutExpired:
                 self.kill()
-        return self._process.returncode
+        return self.wait()
 
 
 class ServiceProcess(LoggedProcess):
@@ -200,68 +205,20 @@ class ServiceProcess(LoggedProcess):
             return False
 
 
-class ReplicaProcess:
+class ReplicaProcess(LoggedProcess):
     """Replica process that can be killed (SIGKILL), stopped (SIGTERM) and started again on the same port and folder."""
 
     def __init__(self, data_dir: Path, bus: str, **settings: object) -> None:
-        self.port = free_port()
+        super().__init__("inference", "headrace_inference", data_dir / "inference.log", free_port())
         self.replica_id = f"127.0.0.1:{self.port}"
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._data_dir = data_dir
-        self._settings = {
-            "DATA_DIR": data_dir,
-            "BUS__ADDRESS": bus,
-            "INFERENCE__PORT": self.port,
-            "INFERENCE__HEARTBEAT_S": 0.3,
-            "INFERENCE__TTL_S": 3,
-            "INFERENCE__DRAIN_S": 0.2,
-            "INFERENCE__TORCH__DEVICE": "cpu",
-            **settings,
-        }
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
-
-    @property
-    def log(self) -> str:
-        path = self._data_dir / "inference.log"
-        return path.read_text() if path.exists() else ""
+        quick = {"HEARTBEAT_S": 0.3, "TTL_S": 3, "DRAIN_S": 0.2, "TORCH__DEVICE": "cpu", "PORT": self.port}
+        named = {f"INFERENCE__{name}": value for name, value in quick.items()}
+        self.set({"DATA_DIR": data_dir, "BUS__ADDRESS": bus, **named, **settings})
 
     def start(self, timeout_s: float = 300.0) -> None:
         """Start the process and wait until it listens. Importing torch takes most of the time."""
-        self._data_dir.mkdir(parents=True, exist_ok=True)
-        environ = {f"HEADRACE_{name}": str(value) for name, value in self._settings.items()}
-        with (self._data_dir / "inference.log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "headrace_inference"], stdout=log, stderr=log, env={**os.environ, **environ}
-            )
+        self.begin()
         wait_open(self.port, timeout_s)
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def terminate(self) -> None:
-        """Request a clean stop and return at once."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGTERM)
-
-    def wait(self, timeout_s: float = 30.0) -> int:
-        """Wait for the end of the process and return the exit status."""
-        assert self._process is not None
-        return self._process.wait(timeout_s)
-
-    def stop(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self.terminate()
-            try:
-                self.wait(20)
-            except subprocess.TimeoutExpired:
-                self.kill()
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric's samples."""

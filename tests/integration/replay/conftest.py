@@ -153,6 +153,6 @@ def live_trainer(rig: ReplayRig, tmp_path: Path) -> Iterator[TrainerProcess]:
         **{f"trainer.{name.lower()}": value for name, value in trainer_settings.items()},
     }
     rig.settings |= {name: str(value) for name, value in names.items()}
-    process.start()
+    process.begin()
     yield process
-    process.end()
+    process.kill()

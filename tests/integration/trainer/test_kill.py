@@ -87,11 +87,11 @@ class Observer:
         try:
             async with asyncio.timeout(60):
                 while not condition():
-                    assert process.status is None, process.log.read_text()[-3000:]
+                    assert process.running(), process.log[-3000:]
                     self.changed.clear()
                     await self.changed.wait()
         except TimeoutError:
-            pytest.fail(f"{label}: not after 60 s; {process.log.read_text()[-3000:]}")
+            pytest.fail(f"{label}: not after 60 s; {process.log[-3000:]}")
 
 
 @pytest.mark.long
@@ -114,13 +114,13 @@ async def test_a_killed_trainer_goes_on_where_it_was(
     producer = EventProducer(settings, "test", blobs)
     await producer.start()
     try:
-        process.start()
+        process.begin()
         await observer.wait(lambda: len(observer.checkpoints) == 1, "the base version", process)
         (first,) = observer.checkpoints.values()
         expected = await feed(producer, model, first.version, draw)
         await observer.wait_for_versions(len(observer.checkpoints) + draw.randint(2, 12), process)
         process.kill()
-        process.start()
+        process.begin()
         await observer.wait(lambda: len(observer.fates) >= len(expected), "every verdict", process)
         await asyncio.to_thread(healthy, process)
         assert await asyncio.to_thread(process.stop) == 0
