@@ -101,10 +101,8 @@ class RegistryState:
 
 @pytest_asyncio.fixture
 async def rig(data_dir: Path) -> AsyncIterator[Rig]:
-    opened = Rig(data_dir)
-    await opened.start()
-    yield opened
-    await opened.database.close()
+    async with Rig(data_dir) as opened:
+        yield opened
 
 
 @pytest_asyncio.fixture

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from pydantic import SecretStr
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -174,6 +174,13 @@ class Rig:
         """Whether live traffic is being read, so that a rollout may begin."""
         self._director: ModelController | None = None
         self.boot()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.database.close()
 
     def boot(self) -> None:
         """Replace the process by a new one on the same database: memory is lost, and gate runs end with the process."""

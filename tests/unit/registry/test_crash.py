@@ -126,9 +126,7 @@ async def test_candidate_without_a_possible_decision_is_rejected(
 
 @pytest.mark.parametrize("kind", ERRORS)
 async def test_rollout_that_cannot_be_read_is_held(data_dir: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    rig = Rig(data_dir, settings=canary_settings())
-    await rig.start()
-    try:
+    async with Rig(data_dir, settings=canary_settings()) as rig:
         await rig.promote_in_turn(0)
         await under_way(rig)
         await rig.model_controller.tick()
@@ -142,8 +140,6 @@ async def test_rollout_that_cannot_be_read_is_held(data_dir: Path, monkeypatch: 
         last = await Traffic(rig, 14).last()
         assert last.phase == "hold"
         assert kind in last.reason
-    finally:
-        await rig.database.close()
 
 
 @pytest.mark.parametrize("kind", ERRORS)
@@ -226,9 +222,7 @@ async def test_rollout_decision_without_a_bus_is_published_later(
 ) -> None:
     """A routing record contains the decision, the split, the aliases and the withdrawal, so that none appears alone."""
     monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
-    rig = Rig(data_dir, settings=canary_settings())
-    await rig.start()
-    try:
+    async with Rig(data_dir, settings=canary_settings()) as rig:
         (old,) = await rig.promote_in_turn(0)
         new = await under_way(rig)
         traffic = Traffic(rig, 1)
@@ -250,17 +244,13 @@ async def test_rollout_decision_without_a_bus_is_published_later(
             arms = routing.split.arms if routing.split else ()
             assert not {arm.version for arm in arms} & {*routing.withdrawn, routing.champion}
             assert {arm.version for arm in arms} <= {served.version for served in routing.serve}
-    finally:
-        await rig.database.close()
 
 
 async def test_former_leader_decides_no_rollout(data_dir: Path) -> None:
     """Of two registries, one is the leader, and the other's transactions are refused."""
     from headrace_registry.storage.leader import LeaderLease, LostLeadership
 
-    rig = Rig(data_dir, settings=canary_settings())
-    await rig.start()
-    try:
+    async with Rig(data_dir, settings=canary_settings()) as rig:
         await rig.promote_in_turn(0)
         await under_way(rig)
         traffic = Traffic(rig, 1)
@@ -280,8 +270,6 @@ async def test_former_leader_decides_no_rollout(data_dir: Path) -> None:
             await traffic.advance(61)
         assert len(rig.bus.events) == before
         assert await traffic.readings() == []
-    finally:
-        await rig.database.close()
 
 
 async def _empty(rig: Rig, database_url: str) -> None:

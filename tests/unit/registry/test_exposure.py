@@ -32,10 +32,8 @@ def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest_asyncio.fixture
 async def rig(data_dir: Path) -> AsyncIterator[Rig]:
-    opened = Rig(data_dir, settings=canary_settings(stages=RAMP, exposure_max=Fraction(1, 10)))
-    await opened.start()
-    yield opened
-    await opened.database.close()
+    async with Rig(data_dir, settings=canary_settings(stages=RAMP, exposure_max=Fraction(1, 10))) as opened:
+        yield opened
 
 
 def test_loss_to_rule_out_equals_a_computation_by_hand() -> None:
@@ -111,9 +109,7 @@ async def test_exposure_counts_turns_once_by_answering_version(rig: Rig) -> None
 
 @pytest.mark.parametrize("experiences", ["keep", "exclude"])
 async def test_rollback_event_states_whether_experiences_are_excluded(data_dir: Path, experiences: str) -> None:
-    rig = Rig(data_dir, settings=canary_settings(experiences=experiences))
-    await rig.start()
-    try:
+    async with Rig(data_dir, settings=canary_settings(experiences=experiences)) as rig:
         await rig.promote_in_turn(0)
         new = await under_way(rig)
         traffic = Traffic(rig, 1)
@@ -126,8 +122,6 @@ async def test_rollback_event_states_whether_experiences_are_excluded(data_dir: 
         ]
         assert event.rollout is not None
         assert (event.version, event.rollout.excludes) == (new, experiences == "exclude")
-    finally:
-        await rig.database.close()
 
 
 async def test_stop_leaves_the_champion_alone(rig: Rig) -> None:
@@ -149,9 +143,7 @@ async def test_stop_leaves_the_champion_alone(rig: Rig) -> None:
 
 
 async def test_check_after_updates_delays_versions_without_a_request(data_dir: Path) -> None:
-    rig = Rig(data_dir, settings=canary_settings(check_after_updates=3))
-    await rig.start()
-    try:
+    async with Rig(data_dir, settings=canary_settings(check_after_updates=3)) as rig:
         await rig.promote_in_turn(0)
         first, second = await rig.checkpoint(1), await rig.checkpoint(2)
         rig.follow()
@@ -161,8 +153,6 @@ async def test_check_after_updates_delays_versions_without_a_request(data_dir: P
         async with rig.running():
             await rig.until(lambda: served(rig)[1:] == [third])
         assert await rig.state(first) == "skipped"
-    finally:
-        await rig.database.close()
 
 
 def served(rig: Rig) -> list[str | None]:

@@ -37,10 +37,8 @@ def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest_asyncio.fixture
 async def rig(data_dir: Path) -> AsyncIterator[Rig]:
-    opened = Rig(data_dir, settings=canary_settings())
-    await opened.start()
-    yield opened
-    await opened.database.close()
+    async with Rig(data_dir, settings=canary_settings()) as opened:
+        yield opened
 
 
 async def test_rollout_begins_with_the_second_version(rig: Rig) -> None:
@@ -96,9 +94,7 @@ async def test_rollout_of_an_equal_version_is_promoted(rig: Rig, reward: float) 
 
 async def test_rollout_share_grows_by_stages(data_dir: Path) -> None:
     stages = tuple(RolloutStage(share=Fraction(1, part), units_min=10) for part in (10, 4, 2))
-    rig = Rig(data_dir, settings=canary_settings(stages=stages))
-    await rig.start()
-    try:
+    async with Rig(data_dir, settings=canary_settings(stages=stages)) as rig:
         await rig.promote_in_turn(0)
         new = await under_way(rig)
         street = Traffic(rig, 3)
@@ -106,14 +102,10 @@ async def test_rollout_share_grows_by_stages(data_dir: Path) -> None:
         shares = [routing.split.arms[0].share for routing in rig.sent(Routing) if routing.split]
         assert shares == ["1/10", "1/4", "1/2"]
         assert steps(rig, new) == ["begin", "advance", "advance", "promote"]
-    finally:
-        await rig.database.close()
 
 
 async def test_rollout_at_units_max_is_held_and_can_be_requested_again(data_dir: Path) -> None:
-    rig = Rig(data_dir, settings=canary_settings(units_max=10))
-    await rig.start()
-    try:
+    async with Rig(data_dir, settings=canary_settings(units_max=10)) as rig:
         (old,) = await rig.promote_in_turn(0)
         new = await under_way(rig)
         last = await Traffic(rig, 4).until_over()
@@ -123,8 +115,6 @@ async def test_rollout_at_units_max_is_held_and_can_be_requested_again(data_dir:
         assert rig.routing.champion == old
         child = await under_way(rig, 2, new)
         assert child, "a hold says nothing against it, so its children have their turn"
-    finally:
-        await rig.database.close()
 
 
 async def test_readings_are_taken_once_in_the_order_of_arrival(rig: Rig) -> None:
@@ -148,9 +138,7 @@ async def test_readings_are_taken_once_in_the_order_of_arrival(rig: Rig) -> None
 async def test_closing_reading_uses_feedback_up_to_the_closing_age(
     data_dir: Path,
 ) -> None:
-    rig = Rig(data_dir, settings=canary_settings(closing_s=120.0))
-    await rig.start()
-    try:
+    async with Rig(data_dir, settings=canary_settings(closing_s=120.0)) as rig:
         await rig.promote_in_turn(0)
         await under_way(rig)
         street = Traffic(rig, 6)
@@ -164,8 +152,6 @@ async def test_closing_reading_uses_feedback_up_to_the_closing_age(
         async with rig.database.transaction() as tx:
             readings = [json.loads(row.found) for row in await tx.execute(select(READINGS).order_by(READINGS.c.id))]
         assert [(estimate["reward"], estimate["missing"]) for estimate in readings] == [(1.0, 0.0), (0.25, 0.0)]
-    finally:
-        await rig.database.close()
 
 
 async def test_record_read_twice_counts_once(rig: Rig) -> None:
@@ -184,9 +170,7 @@ async def test_record_read_twice_counts_once(rig: Rig) -> None:
 async def test_share_does_not_grow_without_metric_values(data_dir: Path) -> None:
     """Without rewards, the absence of harm is not evidence."""
     stages = (RolloutStage(share=Fraction(1, 4), units_min=5), RolloutStage(share=Fraction(1, 2)))
-    rig = Rig(data_dir, settings=canary_settings(stages=stages))
-    await rig.start()
-    try:
+    async with Rig(data_dir, settings=canary_settings(stages=stages)) as rig:
         await rig.promote_in_turn(0)
         new = await under_way(rig)
         street = Traffic(rig, 16)
@@ -198,21 +182,15 @@ async def test_share_does_not_grow_without_metric_values(data_dir: Path) -> None
             await street.sessions(20)
             await street.advance(61)
         assert "advance" in steps(rig, new)
-    finally:
-        await rig.database.close()
 
 
 async def test_sessions_outside_the_arms_are_not_stored(data_dir: Path) -> None:
-    rig = Rig(data_dir, settings=canary_settings(stages=(RolloutStage(share=Fraction(1, 100)),)))
-    await rig.start()
-    try:
+    async with Rig(data_dir, settings=canary_settings(stages=(RolloutStage(share=Fraction(1, 100)),))) as rig:
         await rig.promote_in_turn(0)
         await under_way(rig)
         street = Traffic(rig, 8)
         await street.sessions(200)
         assert len(await street.units()) < 20
-    finally:
-        await rig.database.close()
 
 
 async def test_rollback_of_the_champion_holds_its_canary(rig: Rig) -> None:
@@ -253,9 +231,7 @@ async def test_canary_refused_by_all_replicas_is_held(rig: Rig) -> None:
 
 
 async def test_rollouts_per_hour_are_limited(data_dir: Path) -> None:
-    rig = Rig(data_dir, settings=canary_settings(versions_per_hour_max=1, units_max=10))
-    await rig.start()
-    try:
+    async with Rig(data_dir, settings=canary_settings(versions_per_hour_max=1, units_max=10)) as rig:
         await rig.promote_in_turn(0)
         await under_way(rig)
         street = Traffic(rig, 12)
@@ -267,8 +243,6 @@ async def test_rollouts_per_hour_are_limited(data_dir: Path) -> None:
         async with rig.running():
             await rig.until(lambda: rig.routing.split is not None)
         assert await rig.state(waiting) == "canary"
-    finally:
-        await rig.database.close()
 
 
 async def test_rollout_waits_until_traffic_is_read(rig: Rig) -> None:
@@ -284,9 +258,7 @@ async def test_rollout_waits_until_traffic_is_read(rig: Rig) -> None:
 
 
 async def test_promotion_of_one_candidate_holds_the_other(data_dir: Path) -> None:
-    rig = Rig(data_dir, settings=canary_settings(slots=2, stages=HALF))
-    await rig.start()
-    try:
+    async with Rig(data_dir, settings=canary_settings(slots=2, stages=HALF)) as rig:
         await rig.promote_in_turn(0)
         first = await under_way(rig, 1)
         second = await under_way(rig, 2)
@@ -304,8 +276,6 @@ async def test_promotion_of_one_candidate_holds_the_other(data_dir: Path) -> Non
             await street.advance(61)
         assert steps(rig, first)[-1] == "promote"
         assert steps(rig, second)[-1] in ("hold", "roll_back"), "what it was compared with serves no more"
-    finally:
-        await rig.database.close()
 
 
 @pytest.mark.parametrize(
@@ -329,9 +299,7 @@ async def test_failed_metric_holds_its_rollout_only(
 
 
 async def test_sessions_of_a_user_are_one_unit_within_the_window(data_dir: Path) -> None:
-    rig = Rig(data_dir, settings=canary_settings(unit="user", window_s=30.0))
-    await rig.start()
-    try:
+    async with Rig(data_dir, settings=canary_settings(unit="user", window_s=30.0)) as rig:
         await rig.promote_in_turn(0)
         await under_way(rig)
         street = Traffic(rig, 15)
@@ -345,8 +313,6 @@ async def test_sessions_of_a_user_are_one_unit_within_the_window(data_dir: Path)
         async with rig.database.transaction() as tx:
             (reading,) = [json.loads(row.found) for row in await tx.execute(select(READINGS))]
         assert reading["reward"] == 0.5, "the mean of the two sessions of the window; the third came later"
-    finally:
-        await rig.database.close()
 
 
 async def _two(rig: Rig) -> tuple[str, str]:

@@ -38,10 +38,8 @@ def client(rig: Rig, key: str = "") -> httpx2.AsyncClient:
 
 @pytest_asyncio.fixture
 async def rig(data_dir: Path) -> AsyncIterator[Rig]:
-    opened = Rig(data_dir, settings=canary_settings())
-    await opened.start()
-    yield opened
-    await opened.database.close()
+    async with Rig(data_dir, settings=canary_settings()) as opened:
+        yield opened
 
 
 def code(answer: httpx2.Response) -> tuple[int, str]:
@@ -89,9 +87,7 @@ async def test_api_ends_a_rollout(rig: Rig, how: str, phase: str, state: str) ->
 
 
 async def test_api_begins_a_rollout_once_without_a_setting(data_dir: Path) -> None:
-    rig = Rig(data_dir, settings=canary_settings(kind="rolling"))
-    await rig.start()
-    try:
+    async with Rig(data_dir, settings=canary_settings(kind="rolling")) as rig:
         (old,) = await rig.promote_in_turn(0)
         async with rig.running():
             await rig.change(lambda transition, model: transition.pause(model, True))
@@ -112,8 +108,6 @@ async def test_api_begins_a_rollout_once_without_a_setting(data_dir: Path) -> No
         last = await Traffic(rig, 2).until_over(3000, 40)
         assert (last.phase, rig.routing.champion) == ("hold", old), "a fixed split changes nothing by itself"
         assert "the plan leaves it to an operator" in last.reason
-    finally:
-        await rig.database.close()
 
 
 async def test_api_requires_the_internal_key(rig: Rig) -> None:
