@@ -326,7 +326,7 @@ class _Training:
             self._next_offset += 1
         self._result.sessions += self._arm.sessions
         enough = self._arm.edits_max is not None and self._result.edits >= self._arm.edits_max
-        while items := lineage.next_batch(over=last or enough):
+        while items := lineage.next_batch(at_end=last or enough):
             metrics = await asyncio.to_thread(lineage.step, items, stop)
             self._result.measured.append({name: metrics[name] for name in MEASURED if name in metrics})
             if lineage.health.stopped is not None:

@@ -174,7 +174,9 @@ class Story:
             return ["the lineage is not there"]
         entries = {name: saved.window.get(name) for name, answered in self._arms.items() if answered == version}
         history = History(saved.versions, saved.head, saved.head_step)
-        return [name for name, entry in entries.items() if entry is not None and entry.holds(history, saved.steps)]
+        return [
+            name for name, entry in entries.items() if entry is not None and entry.affects_weights(history, saved.steps)
+        ]
 
     def _registered(self) -> list[str]:
         return [
