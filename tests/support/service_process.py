@@ -211,9 +211,9 @@ class ReplicaProcess(LoggedProcess):
     def __init__(self, data_dir: Path, bus: str, **settings: object) -> None:
         super().__init__("inference", "headrace_inference", data_dir / "inference.log", free_port())
         self.replica_id = f"127.0.0.1:{self.port}"
-        quick = {"HEARTBEAT_S": 0.3, "TTL_S": 3, "DRAIN_S": 0.2, "TORCH__DEVICE": "cpu", "PORT": self.port}
-        named = {f"INFERENCE__{name}": value for name, value in quick.items()}
-        self.set({"DATA_DIR": data_dir, "BUS__ADDRESS": bus, **named, **settings})
+        quick = {"INFERENCE__HEARTBEAT_S": 0.3, "INFERENCE__TTL_S": 3, "INFERENCE__DRAIN_S": 0.2}
+        place = {"DATA_DIR": data_dir, "BUS__ADDRESS": bus, "INFERENCE__PORT": self.port}
+        self.set({**place, "INFERENCE__TORCH__DEVICE": "cpu", **quick, **settings})
 
     def start(self, timeout_s: float = 300.0) -> None:
         """Start the process and wait until it listens. Importing torch takes most of the time."""
