@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import UsageError
+from headrace_operations.evaluation.tasks import read as read_tasks
 from headrace_operations.jobs.checking import CheckedRow
 from headrace_operations.jobs.filling import experiences, row_order
 from headrace_operations.jobs.sources import BadRow, RowFile, find_files
@@ -74,6 +75,21 @@ def test_folders_of_datasets_have_splits_as_folders(tmp_path: Path) -> None:
         (tmp_path / split / "data-00000-of-00001.arrow").write_bytes(b"")
         (tmp_path / split / "state.json").write_text("{}")
     assert [file.path.parent.name for file in find_files(tmp_path, "test")] == ["test"]
+
+
+def test_rows_that_nothing_can_be_made_of_are_named_one_by_one(tmp_path: Path) -> None:
+    deep = '{"messages": ' + "[" * 300 + "]" * 300 + "}"
+    halves = '{"id": "a\\ud800", "question": "1?"}', '{"a": {"\\udc00": 1}}'
+    pair, at_the_bound = '{"a": "\\ud83d\\ude00"}', '{"a": ' + "[" * 63 + "]" * 63 + "}"
+    lines = [deep, *halves, pair, at_the_bound]
+    for name, text in (("rows.jsonl", "\n".join(lines)), ("rows.json", f"[{','.join(lines)}]")):
+        (tmp_path / name).write_text(text)
+        found = [row for _, row in rows(tmp_path / name)]
+        assert "more than 64 levels" in found[0]
+        assert all("half of a surrogate pair" in row for row in found[1:3])
+        assert found[3:] == [json.loads(pair), json.loads(at_the_bound)]
+    with pytest.raises(UsageError, match=r"row 1: .*more than 64 levels"):
+        read_tasks(tmp_path / "rows.jsonl")
 
 
 @pytest.mark.parametrize(

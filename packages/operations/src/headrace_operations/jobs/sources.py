@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,11 +18,13 @@ from typing import Any
 
 from headrace.errors import HeadraceError, UsageError
 from headrace_schemas import Message, Tool
+from headrace_schemas.values.bounds import JSON_DEPTH_MAX
 from headrace_schemas.values.text import decode_text, is_utf_16, read_user_text
 
 _CHUNK_BYTES = 1 << 20
 _LINE_BYTES_MAX = 64 << 20
 _LIST_BYTES_MAX = 2 << 30
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _SPLIT_MARKS = ("-", "_", ".")
 _BATCH_ROWS = 256
 
@@ -170,7 +173,28 @@ def _parse_line(line: bytes, number: int) -> dict[str, Any] | BadRow:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         return BadRow("json", f"the line is not JSON: {error}")
-    return value if isinstance(value, dict) else BadRow("json", "the line is not a JSON object")
+    return _checked(value, "line")
+
+
+def _checked(value: object, place: str) -> dict[str, Any] | BadRow:
+    """Return a parsed row, or why nothing can be made of it. `place` is what the message calls it."""
+    if not isinstance(value, dict):
+        return BadRow("json", f"the {place} is not a JSON object")
+    level: list[Any] = [value]
+    for _ in range(JSON_DEPTH_MAX + 1):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, str) and not item.isascii() and _SURROGATE.search(item):
+                return BadRow("json", f"the {place} has half of a surrogate pair in a text; write the whole character")
+            if isinstance(item, dict):
+                inner += item
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+        if not inner:
+            return value
+        level = inner
+    return BadRow("json", f"the {place} has more than {JSON_DEPTH_MAX} levels of objects and lists")
 
 
 def _json_list(path: Path) -> Iterator[RawRow]:
@@ -187,7 +211,7 @@ def _json_list(path: Path) -> Iterator[RawRow]:
     if not isinstance(values, list):
         raise UsageError(f"{path}: is not a JSON list of rows")
     for number, row in enumerate(values, 1):
-        yield number, row if isinstance(row, dict) else BadRow("json", "the row is not a JSON object")
+        yield number, _checked(row, "row")
 
 
 def _parquet(path: Path) -> Iterator[RawRow]:
