@@ -21,6 +21,7 @@ from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.errors import Refused
 from headrace_schemas.events.reward import Outcome
 from headrace_schemas.values.ids import session_key
+from headrace_schemas.values.plain_values import plain_number
 from headrace_schemas.values.text import printable
 
 FILTERS = ("model", "version", "arm", "thumb", "reward_max", "outcome", "status", "task", "since")
@@ -206,9 +207,9 @@ def parse_filter(parameters: dict[str, str]) -> Filter:
             raise InvalidParameter("began since", parameters["since"], problem) from None
     if "reward_max" in parameters:
         try:
-            reward = float(parameters["reward_max"])
+            reward = plain_number(float(parameters["reward_max"]))
         except ValueError:
-            raise InvalidParameter("reward at most", parameters["reward_max"], "must be a number") from None
+            raise InvalidParameter("reward at most", parameters["reward_max"], "must be a finite number") from None
     positions = {name: parse_position(parameters[name]) for name in _POSITIONS if name in parameters}
     if len(positions) > 1:
         raise InvalidParameter("before", parameters["before"], "must not be combined with after")
