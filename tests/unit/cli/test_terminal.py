@@ -10,6 +10,7 @@ import io
 import json
 import subprocess
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -198,11 +199,8 @@ COMMANDS = commands()
 
 @pytest.fixture
 def stack(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HostileStack]:
-    import headrace_operations.dead_letters
-    import headrace_operations.from_topics
-    import headrace_operations.lineage.sessions
-    import headrace_operations.lineage.versions  # noqa: F401 (their `connected` is replaced, too)
-
+    for name in ("dead_letters", "from_topics", "lineage.sessions", "lineage.versions"):
+        import_module(f"headrace_operations.{name}")  # their `connected` is replaced, too
     server = HostileServer()
     # Each service would be asked in a process of its own.
     monkeypatch.setattr("headrace_operations.supervisor.plan.installed", dict)

@@ -305,7 +305,7 @@ def test_an_edit_is_of_one_answer_and_of_one_rater() -> None:
         "content": "one",
     }, "without what nobody said"
     withdrawal = feedback("s", FIRST, value=None, withdrawn=True, kind="edit")
-    assert [entry.outcome for key, entry in entries(first, ann, withdrawal).items()] == ["given", "withdrawn"]
+    assert [entry.outcome for entry in entries(first, ann, withdrawal).values()] == ["given", "withdrawn"]
     assert entries(edit(THIRD)) == {}, "it was no answer of this trajectory"
 
 

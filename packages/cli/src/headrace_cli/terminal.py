@@ -23,7 +23,6 @@ from rich.text import Text
 from headrace_schemas.values.text import printable_lines
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress as Bar
     from rich.progress import TaskID
 
