@@ -38,14 +38,20 @@ def own_kafka(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     node.stop()
 
 
+@pytest.fixture
+def empty_bus(tmp_path: Path) -> Iterator[str]:
+    """Yield the address of an embedded broker for this test alone."""
+    broker = BrokerProcess(tmp_path / "broker")
+    broker.start()
+    yield broker.address
+    broker.stop()
+
+
 @pytest.fixture(params=["embedded", pytest.param("kafka", marks=pytest.mark.kafka)])
-async def own_bus(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[str]:
+async def own_bus(request: pytest.FixtureRequest) -> AsyncIterator[str]:
     """Yield the address of an empty bus of each kind."""
     if request.param == "embedded":
-        broker = BrokerProcess(tmp_path / "broker")
-        broker.start()
-        yield broker.address
-        broker.stop()
+        yield request.getfixturevalue("empty_bus")
         return
     address: str = request.getfixturevalue("own_kafka")
     yield address

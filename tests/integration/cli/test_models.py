@@ -296,14 +296,6 @@ def test_a_named_base_is_served_and_survives_the_hub(tmp_path: Path) -> None:
 SESSIONS = 1000
 
 
-@pytest.fixture
-def empty_bus(tmp_path: Path) -> Iterator[str]:
-    broker = BrokerProcess(tmp_path / "broker")
-    broker.start()
-    yield broker.address
-    broker.stop()
-
-
 async def test_why_and_where_agree_with_the_history(empty_bus: str) -> None:
     await ensure(BusSettings(address=empty_bus))
     seed = random.randrange(2**32)

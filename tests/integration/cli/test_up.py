@@ -25,7 +25,6 @@ from headrace_schemas import Experience, Trajectory, Turn
 from tests.contract.bus.clients import eventually
 from tests.integration.conftest import wipe
 from tests.integration.streams.rig import StreamsRig, assert_equal_facts, rig_on
-from tests.support.buses import BrokerProcess
 from tests.support.postgres_node import PostgresNode
 from tests.support.processes import alive, wait_until
 from tests.support.service_process import ServiceProcess
@@ -137,14 +136,6 @@ def test_ctrl_c_ends_everything(up: subprocess.Popen[str], folder: Path) -> None
 
 
 @pytest.fixture
-def laptop_bus(tmp_path: Path) -> Iterator[str]:
-    broker = BrokerProcess(tmp_path / "broker")
-    broker.start()
-    yield broker.address
-    broker.stop()
-
-
-@pytest.fixture
 async def kafka(own_kafka: str) -> AsyncIterator[str]:
     yield own_kafka
     await wipe(own_kafka)
@@ -159,21 +150,21 @@ def services(folder: Path, bus: str, **settings: object) -> dict[str, list[Servi
 @pytest.mark.postgres
 @pytest.mark.long
 async def test_a_session_that_began_on_a_laptop_ends_on_a_cluster(
-    laptop_bus: str, kafka: str, postgres: PostgresNode, tmp_path: Path
+    empty_bus: str, kafka: str, postgres: PostgresNode, tmp_path: Path
 ) -> None:
     early, late = uuid.uuid4().hex, uuid.uuid4().hex
     first = ask([user("q")], session=late)
     second = ask(after(first, user("go on")), session=late, at=1)
     scored = ask([user("q")], session=early)
-    async with rig_on(laptop_bus, tmp_path) as rig:
-        rig.processes = services(tmp_path, laptop_bus)
+    async with rig_on(empty_bus, tmp_path) as rig:
+        rig.processes = services(tmp_path, empty_bus)
         await start(rig)
         for event in (first, scored, feedback(early, value=0.25), end(early)):
             await rig.producer.send(event)
         await experience(rig, early, 0, 0.25)
         assert rig.stop() == [0, 0]
         rig.processes = {}
-        mirrored = await mirror(laptop_bus, kafka)
+        mirrored = await mirror(empty_bus, kafka)
         assert mirrored.moving == []
         assert set(mirrored.positions) == {"headrace-collector", "headrace-scorer"}
 

@@ -48,7 +48,6 @@ from tests.integration.conftest import on_each_bus
 from tests.integration.streams.rig import StreamsRig, rig_on
 from tests.support import downloads, presence
 from tests.support.account_events import READY, report, turn, verdict
-from tests.support.buses import BrokerProcess
 from tests.support.gateway_process import read_topic
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import ask, feedback, user
@@ -247,17 +246,8 @@ async def test_no_bus_is_said_so() -> None:
         await entries("127.0.0.1:1", Range(TOPIC))
 
 
-@pytest.fixture
-def own_bus(tmp_path: Path) -> Iterator[str]:
-    """Yield the address of a broker for this test alone, because the turn account covers the whole bus."""
-    broker = BrokerProcess(tmp_path / "broker")
-    broker.start()
-    yield broker.address
-    broker.stop()
-
-
-async def test_the_account_of_a_bus(own_bus: str, tmp_path: Path) -> None:
-    settings = BusSettings(address=own_bus)
+async def test_the_account_of_a_bus(empty_bus: str, tmp_path: Path) -> None:
+    settings = BusSettings(address=empty_bus)
     await catalogue.ensure(settings)
     blobs = BlobStore((tmp_path / "blobs").as_uri())
     producer = EventProducer(settings, "test", blobs)
@@ -268,12 +258,12 @@ async def test_the_account_of_a_bus(own_bus: str, tmp_path: Path) -> None:
         await producer.send(event)
     await producer.stop()
     reports: list[tuple[int, int]] = []
-    account = await read_turn_account(own_bus, report=lambda read, total: reports.append((read, total)))
+    account = await read_turn_account(empty_bus, report=lambda read, total: reports.append((read, total)))
     assert account.problems == ()
     assert (account.captured, account.trained, account.waiting, account.dropped) == (4, 2, {"session": 2}, {})
     assert reports[-1] == (14, 14)
     assert len(list(blobs.digests())) == 1, "the large turn was a reference, and was followed"
-    again = await asyncio.gather(*(read_turn_account(own_bus) for _ in range(3)))
+    again = await asyncio.gather(*(read_turn_account(empty_bus) for _ in range(3)))
     assert set(map(str, again)) == {str(account)}, "reading changes nothing"
 
 

@@ -13,7 +13,6 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,19 +42,10 @@ from tests.jobs.program import (
     written,
 )
 from tests.support import tiny_model
-from tests.support.buses import BrokerProcess
 from tests.support.seeds import draw_seed
 
 ROWS, EPOCHS = 700, 2
 Records = list[tuple[bytes | None, bytes | None, bytes | None]]
-
-
-@pytest.fixture
-def bus(tmp_path: Path) -> Iterator[str]:
-    broker = BrokerProcess(tmp_path / "broker")
-    broker.start()
-    yield broker.address
-    broker.stop()
 
 
 @pytest.fixture
@@ -107,22 +97,24 @@ async def filled(
     return await records(bus, topic)
 
 
-async def test_a_topic_that_was_interrupted_holds_the_same(prepared: PreparedJob, bus: str) -> None:
+async def test_a_topic_that_was_interrupted_holds_the_same(prepared: PreparedJob, empty_bus: str) -> None:
     progress_journal = journal(prepared)
-    uninterrupted = await filled(prepared, bus, "whole", progress_journal, 0)
+    uninterrupted = await filled(prepared, empty_bus, "whole", progress_journal, 0)
     assert [int(position or b"-1") for *_, position in uninterrupted] == list(range(ROWS * EPOCHS))
     assert len({Experience.from_json(value or b"").experience_id for _, value, _ in uninterrupted}) == ROWS * EPOCHS
-    assert await filled(prepared, bus, "parts", progress_journal, 6) == uninterrupted
-    assert await filled(prepared, bus, "whole", progress_journal, 0) == uninterrupted, "what is full stays as it is"
+    assert await filled(prepared, empty_bus, "parts", progress_journal, 6) == uninterrupted
+    assert await filled(prepared, empty_bus, "whole", progress_journal, 0) == uninterrupted, (
+        "what is full stays as it is"
+    )
 
 
-async def test_what_somebody_else_wrote_is_no_beginning(prepared: PreparedJob, bus: str) -> None:
+async def test_what_somebody_else_wrote_is_no_beginning(prepared: PreparedJob, empty_bus: str) -> None:
     progress_journal = journal(prepared)
-    await copying.ensure(bus, "foreign")
-    async with producing(bus) as producer:
+    await copying.ensure(empty_bus, "foreign")
+    async with producing(empty_bus) as producer:
         await producer.send([Outgoing("replay-foreign-experiences", b"k", b"{}", (), 0)])
     with pytest.raises(HeadraceError, match="does not contain the experiences of this job"):
-        await filled(prepared, bus, "foreign", progress_journal, 0)
+        await filled(prepared, empty_bus, "foreign", progress_journal, 0)
 
 
 PROGRAM = "from headrace_cli.app import main; main()"

@@ -27,14 +27,6 @@ MODEL = "opponent"
 KILLS = 4
 
 
-@pytest.fixture
-def fresh_bus(tmp_path: Path) -> Iterator[str]:
-    broker = BrokerProcess(tmp_path / "broker")
-    broker.start()
-    yield broker.address
-    broker.stop()
-
-
 class Pair:
     """Two registries. `ask` calls the leader."""
 
@@ -108,11 +100,11 @@ async def move(pair: Pair, versions: list[str], chance: random.Random, moved: li
 
 
 @pytest.mark.long
-async def test_a_pair_of_aliases_is_never_half_moved(fresh_bus: str, tmp_path: Path, database_url: str) -> None:
+async def test_a_pair_of_aliases_is_never_half_moved(empty_bus: str, tmp_path: Path, database_url: str) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     chance = random.Random(seed)
-    rig = RegistryRig(fresh_bus, tmp_path / "rig", database_url)
+    rig = RegistryRig(empty_bus, tmp_path / "rig", database_url)
     async with rig.open(), httpx2.AsyncClient(timeout=10) as http:
         pair = Pair(rig, http)
         pair.start()

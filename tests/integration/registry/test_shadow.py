@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from headrace_schemas import Experience, Feedback, Reward, Trajectory, Turn
 from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
 from tests.integration.registry.rig import RegistryRig
-from tests.support.buses import BrokerProcess
 from tests.support.fake_replica import Called, FakeReplica, Fault, Generation
 from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy
 from tests.support.service_process import ServiceProcess
@@ -36,14 +35,6 @@ for line in sys.stdin:
     print(json.dumps({"id": asked["id"], "result": "found"}), flush=True)
 """
 UNITS = 8
-
-
-@pytest.fixture
-def own_bus(tmp_path: Path) -> Iterator[str]:
-    broker = BrokerProcess(tmp_path / "broker")
-    broker.start()
-    yield broker.address
-    broker.stop()
 
 
 class Every(tuple[str, ...]):
@@ -70,11 +61,11 @@ class Clerk(FakeReplica):
 
 
 @contextlib.asynccontextmanager
-async def stack(own_bus: str, folder: Path, read_only: list[str]) -> AsyncIterator[tuple[RegistryRig, str, BusView]]:
+async def stack(empty_bus: str, folder: Path, read_only: list[str]) -> AsyncIterator[tuple[RegistryRig, str, BusView]]:
     """Start the stack without an agent, and publish a second version, which enters the shadow."""
     replica = Clerk(versions=Every(), capacity=8)
-    rig = RegistryRig(own_bus, folder)
-    gateway = GatewayProcess(folder / "data", own_bus)
+    rig = RegistryRig(empty_bus, folder)
+    gateway = GatewayProcess(folder / "data", empty_bus)
     (folder / "tools.py").write_text(PROGRAM)
     (folder / "rewards.py").write_text("def right(trajectory):\n    return float('done' in trajectory.final_answer)\n")
     shadow = {
@@ -96,14 +87,14 @@ async def stack(own_bus: str, folder: Path, read_only: list[str]) -> AsyncIterat
     rig.set({"HEADRACE_REGISTRY__GATE__BASE_URL": json.dumps(f"{gateway.url}/v1")})
     scorer = {"SCORER__FUNCTIONS": [f"{folder / 'rewards.py'}:right"], "SCORER__EXPECTED": ["function:right"]}
     services = [
-        ServiceProcess("collector", folder / "data", own_bus),
-        ServiceProcess("scorer", folder / "data", own_bus, **scorer),
+        ServiceProcess("collector", folder / "data", empty_bus),
+        ServiceProcess("scorer", folder / "data", empty_bus, **scorer),
     ]
     async with contextlib.AsyncExitStack() as exits:
         await exits.enter_async_context(replica.running())
         rig.replica_url, rig.capacity = replica.url, 8
         await exits.enter_async_context(rig.open())
-        view = await exits.enter_async_context(bus_view(own_bus, folder / "data"))
+        view = await exits.enter_async_context(bus_view(empty_bus, folder / "data"))
         for service in services:
             exits.callback(service.stop)
             await asyncio.to_thread(service.start)
@@ -162,9 +153,9 @@ async def play(rig: RegistryRig, url: str) -> dict[str, list[str]]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("planted", [False, True], ids=["sound", "planted: pay is marked read-only"])
 async def test_a_shadow_is_never_trained_never_seen_and_writes_nothing(
-    own_bus: str, tmp_path: Path, planted: bool
+    empty_bus: str, tmp_path: Path, planted: bool
 ) -> None:
-    async with stack(own_bus, tmp_path, ["search", "pay"] if planted else ["search"]) as (rig, url, view):
+    async with stack(empty_bus, tmp_path, ["search", "pay"] if planted else ["search"]) as (rig, url, view):
         users = await play(rig, url)
         champion = rig.champion(MODEL)
         turns = [turn for turn in await view.read(Turn) if turn.model == MODEL]

@@ -24,7 +24,6 @@ from headrace_schemas import Event
 from tests.contract.bus.clients import administering
 from tests.integration.trainer.conftest import TrainerProcess
 from tests.support import tiny_model
-from tests.support.buses import BrokerProcess
 
 LIVE = ("headrace-collector", "headrace-scorer", "headrace-judge")
 WAIT_S = 120.0
@@ -37,15 +36,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def own_bus(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    """Yield the address of an embedded broker for this test, or of the shared Kafka if the parameter is `kafka`."""
-    if getattr(request, "param", "embedded") == "kafka":
-        yield request.getfixturevalue("kafka_bus")
-        return
-    broker = BrokerProcess(tmp_path / "broker")
-    broker.start()
-    yield broker.address
-    broker.stop()
+def own_bus(request: pytest.FixtureRequest) -> str:
+    """Return the address of an embedded broker for this test, or of the shared Kafka if the parameter is `kafka`."""
+    is_kafka = getattr(request, "param", "embedded") == "kafka"
+    address: str = request.getfixturevalue("kafka_bus" if is_kafka else "empty_bus")
+    return address
 
 
 @dataclass
