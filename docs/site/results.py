@@ -76,11 +76,11 @@ def at(values: Values, path: str) -> Any:
 def as_text(value: Any, form: str) -> str:
     """Format a value for a page. `,` also puts commas into the numbers of a text such as `0 of 3269`.
 
-    A median with the least and the greatest value becomes `0.9 (0.8–1.0)`.
+    A median becomes `0.9 (0.8–1.0)`, with the least and the greatest value if they differ.
     """
     if isinstance(value, Mapping):
         median, least, most = (as_text(value[name], form) for name in ("median", "least", "most"))
-        return f"{median} ({least}–{most})"
+        return median if least == most else f"{median} ({least}–{most})"
     if form == "p":
         return f"{value * 100:.0f}"
     if isinstance(value, str):
