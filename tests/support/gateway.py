@@ -18,7 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.server import ServerState
 
-from headrace_gateway.access.keys import KeyRing, read_keys
+from headrace_gateway.access.keys import KeyRing, read_keys, share_of_tenant
 from headrace_gateway.access.limits import RequestLimits
 from headrace_gateway.apis.admission import Admission
 from headrace_gateway.capture.captured_turns import CapturedTurns
@@ -186,9 +186,7 @@ async def gateway(
             RequestLimits(
                 gateway_settings.limits_total,
                 clock,
-                tenant_share=gateway_settings.tenant_share
-                if len({key.tenant for key in gateway_settings.keys}) > 1
-                else None,
+                tenant_share=share_of_tenant(gateway_settings, gateway_settings.keys),
                 bytes_per_hour=gateway_settings.capture.tenant_bytes_per_hour,
             ),
             publisher,

@@ -11,7 +11,7 @@ from pathlib import Path
 from starlette.types import ASGIApp
 
 from headrace_gateway import metrics
-from headrace_gateway.access.keys import KeyRing, read_keys
+from headrace_gateway.access.keys import KeyRing, read_keys, share_of_tenant
 from headrace_gateway.access.limits import RequestLimits, within_descriptors
 from headrace_gateway.apis.admission import Admission
 from headrace_gateway.apis.responses_api.recalled import recall_turns
@@ -60,11 +60,10 @@ async def run(common: Common, settings: GatewaySettings) -> None:
     ring = KeyRing(keys, settings.limits_per_key, common.security.internal_key.get_secret_value())
     blobs = BlobStore.open(common)
     clock = SystemClock()
-    tenants = len({key.tenant for key in keys})
     limits = RequestLimits(
         within_descriptors(settings.limits_total),
         clock,
-        tenant_share=settings.tenant_share if tenants > 1 else None,
+        tenant_share=share_of_tenant(settings, keys),
         bytes_per_hour=settings.capture.tenant_bytes_per_hour,
     )
     metrics.IN_PROGRESS.set_function(lambda: limits.in_progress)
@@ -85,7 +84,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             send_timeout_s=common.bus.request_timeout_s,
             prepare=lambda: topics.ensure(common.bus),
             log_ends=lambda: LogEnds(Offsets(common.bus, None, f"{SOURCE}-offsets")),
-            tenants=tenants,
+            tenants=len({key.tenant for key in keys}),
         )
 
         sent_letters = NameFile(common.data_dir / "gateway" / "refused")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -128,6 +128,11 @@ class KeyRing:
 
 class _KeysFile(Section):
     keys: tuple[KeySettings, ...]
+
+
+def share_of_tenant(settings: GatewaySettings, keys: Sequence[KeySettings]) -> float | None:
+    """Return the part of `limits_total` that each tenant may use, or None while all keys belong to one tenant."""
+    return settings.tenant_share if len({key.tenant for key in keys}) > 1 else None
 
 
 def read_keys(settings: GatewaySettings) -> tuple[KeySettings, ...]:
