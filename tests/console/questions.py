@@ -36,7 +36,12 @@ def questions(response: str, version: str, queue: str) -> list[tuple[str, list[S
     digest = version.partition("@")[2]
     model = [("follow", "Models"), ("follow", MODEL)]
     return [
-        ("Is it learning?", [], rf"{MODEL}.*(learns|got worse|not shown to change|audit score)"),
+        (
+            "Is it learning?",
+            [],
+            rf"{MODEL}.*(learns|got worse|not shown to change|(no|only the first) version has an audit score"
+            r"|the first version is the champion)",
+        ),
         ("Why does nothing train?", [("follow", "Why")], r"What to do|being trained|No cause was found"),
         ("What did this user see, which weights answered?", [search], rf"{MODEL}@(?s:.*)hello"),
         ("Why was this version refused?", [*model, ("address", digest)], r"was (taken back|refused|withdrawn)"),
