@@ -22,6 +22,8 @@ from functools import cache
 from typing import TypeVar
 from urllib.parse import unquote_to_bytes
 
+from headrace_schemas.values.text import has_surrogates
+
 T = TypeVar("T")
 NAMESPACE = uuid.UUID("6f1d3c1e-9c0e-5d0a-8a55-6865616472ab")
 """The UUIDv5 namespace of all derived ids. It must never change, or replayed facts would get new ids."""
@@ -138,7 +140,6 @@ def created_ms(name: str) -> int:
 NAME = r"^[^\x00-\x1f\x7f-\x9f]{1,512}$"
 """A name that a caller chooses: 1 to 512 characters without control characters, which would break ids and logs."""
 _NAME = re.compile(NAME)
-_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def decode_name(raw: bytes) -> str:
@@ -161,7 +162,7 @@ def decode_path(raw: bytes) -> str:
 
 def is_name(text: str) -> bool:
     """Return whether `text` matches `NAME` and has no lone surrogates, which UTF-8 cannot encode."""
-    return _NAME.fullmatch(text) is not None and _SURROGATES.search(text) is None
+    return _NAME.fullmatch(text) is not None and not has_surrogates(text)
 
 
 def owner_of(source: str) -> str | None:

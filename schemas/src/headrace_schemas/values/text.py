@@ -23,6 +23,7 @@ _COMPARED_MAX = 200
 """Limits of `closest`. Comparing two names takes time in the product of their lengths."""
 _SHORT_ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")
+_SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def printable(text: str, length_max: int = LENGTH_MAX) -> str:
@@ -72,6 +73,11 @@ def storable(text: str) -> str:
 def is_storable(text: str) -> bool:
     """Return whether UTF-8 and PostgreSQL can store `text`, which then has neither NUL nor lone surrogates."""
     return _UNSTORABLE.search(text) is None
+
+
+def has_surrogates(text: str) -> bool:
+    """Return whether `text` has lone surrogates, which UTF-8 cannot encode."""
+    return not text.isascii() and _SURROGATES.search(text) is not None
 
 
 def _visible_line(line: str) -> str:

@@ -77,7 +77,7 @@ def test_folders_of_datasets_have_splits_as_folders(tmp_path: Path) -> None:
     assert [file.path.parent.name for file in find_files(tmp_path, "test")] == ["test"]
 
 
-def test_rows_that_nothing_can_be_made_of_are_named_one_by_one(tmp_path: Path) -> None:
+def test_rows_too_deep_or_with_half_a_surrogate_pair_are_refused_one_by_one(tmp_path: Path) -> None:
     deep = '{"messages": ' + "[" * 300 + "]" * 300 + "}"
     halves = '{"id": "a\\ud800", "question": "1?"}', '{"a": {"\\udc00": 1}}'
     pair, at_the_bound = '{"a": "\\ud83d\\ude00"}', '{"a": ' + "[" * 63 + "]" * 63 + "}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,12 +18,11 @@ from typing import Any
 from headrace.errors import HeadraceError, UsageError
 from headrace_schemas import Message, Tool
 from headrace_schemas.values.bounds import JSON_DEPTH_MAX
-from headrace_schemas.values.text import decode_text, is_utf_16, read_user_text
+from headrace_schemas.values.text import decode_text, has_surrogates, is_utf_16, read_user_text
 
 _CHUNK_BYTES = 1 << 20
 _LINE_BYTES_MAX = 64 << 20
 _LIST_BYTES_MAX = 2 << 30
-_SURROGATE = re.compile("[\ud800-\udfff]")
 _SPLIT_MARKS = ("-", "_", ".")
 _BATCH_ROWS = 256
 
@@ -173,19 +171,19 @@ def _parse_line(line: bytes, number: int) -> dict[str, Any] | BadRow:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         return BadRow("json", f"the line is not JSON: {error}")
-    return _checked(value, "line")
+    return _check_row(value, "line")
 
 
-def _checked(value: object, place: str) -> dict[str, Any] | BadRow:
-    """Return a parsed row, or why nothing can be made of it. `place` is what the message calls it."""
+def _check_row(value: object, noun: str) -> dict[str, Any] | BadRow:
+    """Return a parsed row, or the reason why it cannot be used, in which it is called `noun`."""
     if not isinstance(value, dict):
-        return BadRow("json", f"the {place} is not a JSON object")
+        return BadRow("json", f"the {noun} is not a JSON object")
     level: list[Any] = [value]
     for _ in range(JSON_DEPTH_MAX + 1):
         inner: list[Any] = []
         for item in level:
-            if isinstance(item, str) and not item.isascii() and _SURROGATE.search(item):
-                return BadRow("json", f"the {place} has half of a surrogate pair in a text; write the whole character")
+            if isinstance(item, str) and has_surrogates(item):
+                return BadRow("json", f"the {noun} has half of a surrogate pair in a text; write the whole character")
             if isinstance(item, dict):
                 inner += item
                 inner += item.values()
@@ -194,7 +192,7 @@ def _checked(value: object, place: str) -> dict[str, Any] | BadRow:
         if not inner:
             return value
         level = inner
-    return BadRow("json", f"the {place} has more than {JSON_DEPTH_MAX} levels of objects and lists")
+    return BadRow("json", f"the {noun} has more than {JSON_DEPTH_MAX} levels of objects and lists")
 
 
 def _json_list(path: Path) -> Iterator[RawRow]:
@@ -211,7 +209,7 @@ def _json_list(path: Path) -> Iterator[RawRow]:
     if not isinstance(values, list):
         raise UsageError(f"{path}: is not a JSON list of rows")
     for number, row in enumerate(values, 1):
-        yield number, _checked(row, "row")
+        yield number, _check_row(row, "row")
 
 
 def _parquet(path: Path) -> Iterator[RawRow]:
