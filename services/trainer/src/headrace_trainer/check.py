@@ -161,10 +161,8 @@ def _tokenizer_trouble(path: Path) -> str | None:
 
     try:
         Tokenizer.from_file(str(path))
-    except Exception as error:  # noqa: BLE001 - the library raises plain `Exception`
-        return str(error)
-    except BaseException as error:
-        if not is_panic(error):
+    except BaseException as error:  # the library raises plain `Exception`
+        if not (isinstance(error, Exception) or is_panic(error)):
             raise
         return str(error)
     return None

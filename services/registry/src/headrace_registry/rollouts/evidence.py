@@ -202,7 +202,7 @@ class Evidence:
         return self._monitors[metric, age]
 
     def add_reading(self, age: ReadingAge, reading: UnitReading) -> None:
-        """Add the metrics of a session or run, read at this age (seconds after its first call, or "maturity").
+        """Add the metrics of a session or user that were read at this age.
 
         Raises:
             ValueError: the unit of the reading did not arrive after that of the reading before.

@@ -39,7 +39,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class DueUnit:
-    """A session or run whose metrics are due at an age, seconds after its first call, and its events up to that age."""
+    """A session or user whose metrics are to be read at an age, with the events about it up to that age."""
 
     unit: Unit
     sessions: tuple[tuple[str, bytes], ...]
