@@ -22,7 +22,7 @@ from headrace_operations.turn_account import turn_account_of
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.database import Database
-from headrace_schemas import Event, Reward, TrainingMetrics
+from headrace_schemas import Event, Feedback, Reward, TrainingMetrics
 from headrace_schemas.values.ids import response_id, session_key
 from tests.support.account_events import START, experience, letter, report, trajectory, turn, verdict
 from tests.support.loop_block import blocked
@@ -160,6 +160,19 @@ async def test_effects_without_a_cause_expire(database: Database) -> None:
     await delete_expired(database, DAY + RETENTION_DAYS + 1)
     rows = await rows_of(database)
     assert (rows["experiences"], rows["refusals"]) == (0, 0)
+
+
+async def test_records_of_feedback_that_are_read_again_do_not_renew_a_session(database: Database) -> None:
+    key = session_key("default", "old")
+    thumb = Feedback(time=START, feedback_id="f", session_key=key, value=0.0)
+    await apply(database, [turn(response_id(key), session_key=key), thumb, thumb], DAY)
+    read_again = LogEvent(thumb, 0, 2)
+    async with database.transaction() as tx:
+        await Batch(tx, Names(), titles=True, day=DAY + 20).apply([read_again])
+        assert await tx.scalar(select(tables.sessions.c.read_day)) == DAY
+        await Batch(tx, Names(), titles=True, day=DAY + 20).apply([LogEvent(thumb, 0, 3), read_again])
+        assert await tx.scalar(select(tables.sessions.c.read_day)) == DAY + 20
+    assert (await rows_of(database))["feedback"] == 3
 
 
 async def test_console_deletes_sessions_that_are_older_than_its_setting(data_dir: Path) -> None:

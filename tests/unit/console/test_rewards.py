@@ -7,6 +7,7 @@ from datetime import timedelta
 
 import pytest
 
+from headrace_console.flow_rules import RewardRules
 from headrace_console.read_model import reward_queries
 from headrace_console.read_model.side_rows import bucket_of
 from headrace_schemas import Reward
@@ -26,14 +27,20 @@ async def test_rewards_page_counts_each_outcome_in_its_own_column(stand: Stand) 
     first = ["1", "0.400"]
     assert numbers["concise"] == [*first, "1", "0", "0", "0", "0", "0"], "weight 1; two revisions are one reward"
     assert numbers["judge:help"] == ["1", "", "0", "1", "0", "0", "0", "0"]
-    assert "without evaluation sessions, no two sources have scored 30 turns or runs" in page
+    assert "without evaluation sessions, no two sources of a weight above 0 have scored 30 turns or runs" in page
     assert "No source failed in the last 7 days." in page
     assert "</meter> 100 %" in page
     assert "0.4 to 0.5" in page
     assert (await client.get("/rewards?days=0")).status_code == 400
 
 
-async def test_rewards_page_names_the_two_sources_that_disagree_most(stand: Stand) -> None:
+@pytest.mark.parametrize(
+    ("unweighted", "sources"), [("", "concise and judge:help"), ("judge:help", "concise and correct")]
+)
+async def test_rewards_page_names_the_two_weighted_sources_that_disagree_most(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch, unweighted: str, sources: str
+) -> None:
+    monkeypatch.setattr(RewardRules, "weight", lambda _rules, source: float(source != unweighted))
     stand.clock.now = lambda: START + timedelta(hours=1)  # type: ignore[method-assign]
     scores: dict[str, list[float]] = {
         "concise": [at % 2 for at in range(40)],
@@ -49,8 +56,10 @@ async def test_rewards_page_names_the_two_sources_that_disagree_most(stand: Stan
     ]
     await apply(stand, [*session_events()[:1], *rewards])
     page = " ".join((await (await stand.signed_in()).get("/rewards")).text.split())
-    sentence = re.search(r"<p>(concise and judge:help about m: .*?)</p>", page)
+    sentence = re.search(rf"<p>({sources} about m: .*?)</p>", page)
     assert sentence is not None, page
+    if unweighted:
+        return
     assert "32 % of 40 turns or runs that both scored have the same score from both." in sentence[1]
     assert re.search(r"beyond chance: -?0\.[0-9]{3} \(95 %: -0\.[0-9]{3} to 0\.[0-9]{3}\)", sentence[1]), sentence[1]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import get_args
 
@@ -46,7 +46,7 @@ async def rewards(visit: Visit) -> Response:
             sources = await rewards_by_source(tx, tenants[tenant], since_ms // tables.HOUR_MS)
             scores = await common_scores(tx, tenants[tenant], since_ms)
     async with visit.parts.computation:
-        disagreement = await asyncio.to_thread(_largest_disagreement, scores)
+        disagreement = await asyncio.to_thread(_largest_disagreement, scores, visit.parts.rules.rewards.weight)
     return visit.render(
         "rewards.html",
         sources={name: (source, histogram(source.buckets)) for name, source in sources.items()},
@@ -64,9 +64,15 @@ async def rewards(visit: Visit) -> Response:
     )
 
 
-def _largest_disagreement(scores: Scores) -> tuple[str, PairAgreement, str] | None:
-    """Return the model and the two sources with the lowest kappa, and its text, or None if no kappa is defined."""
-    pairs = [(model, least_agreeing_pair(by_target.values(), _SEED)) for model, by_target in scores.items()]
+def _largest_disagreement(scores: Scores, weight: Callable[[str], float]) -> tuple[str, PairAgreement, str] | None:
+    """Return the model and the two sources with the lowest kappa, and its text, or None if no kappa is defined.
+
+    Sources without a `weight` are not compared, because their values are no part of the reward.
+    """
+    pairs = []
+    for model, by_target in scores.items():
+        weighted = [{name: score for name, score in scored.items() if weight(name)} for scored in by_target.values()]
+        pairs.append((model, least_agreeing_pair(weighted, _SEED)))
     defined = [(pair.kappa.value, model, pair) for model, pair in pairs if pair and pair.kappa.value is not None]
     if not defined:
         return None

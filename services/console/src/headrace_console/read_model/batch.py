@@ -105,9 +105,14 @@ class Batch:
         self.side = SideRows(day)
         self._effects = EventEffects(self, names, titles=titles)
 
-    def session_of(self, event: Turn | Trajectory | Experience | Reward | Feedback) -> SessionRow:
-        """Return the session of an event, a stub if no event of it was read before. Its `read_day` becomes today."""
-        return self._session(event.session_key, self._names.number(event.tenant))
+    def session_of(
+        self, event: Turn | Trajectory | Experience | Reward | Feedback, *, is_news: bool = True
+    ) -> SessionRow:
+        """Return the session of an event, a stub if no event of it was read before.
+
+        Its `read_day` becomes today, unless the caller decides (`is_news=False`) whether the event was read before.
+        """
+        return self._session(event.session_key, self._names.number(event.tenant), is_news=is_news)
 
     def session_of_turn(self, turn_id: str, session: SessionRow) -> SessionRow:
         """Return the session of a turn that an event of `session` names.
@@ -117,9 +122,10 @@ class Batch:
         key = key_of_response(turn_id)
         return session if key in (None, session.session_key) else self._session(key, session.tenant)
 
-    def _session(self, key: str, tenant: int) -> SessionRow:
+    def _session(self, key: str, tenant: int, *, is_news: bool = True) -> SessionRow:
         session = self.sessions.add(key, tenant)
-        session.read_day = self.day
+        if is_news:
+            session.read_day = self.day
         return session
 
     def reward_target(self, event: Trajectory | Reward) -> tuple[SessionRow, TrajectoryRow]:
@@ -139,7 +145,7 @@ class Batch:
         await self._begin()
         await self._load_named(events)
         await self._load_members(events)
-        await self.side.load(self._tx, events, self)
+        await self.side.load(self._tx, log_events, self)
         before = await self._snapshot()
         for log_event in log_events:
             self._effects.apply(log_event.event, log_event.partition, log_event.offset)

@@ -175,10 +175,8 @@ class EventEffects:
             session.flags |= tables.FLAGS.get(event.outcome, 0)
 
     def _add_feedback(self, event: Feedback, partition: int, offset: int) -> None:
-        session = self._session(event)
-        self._batch.side.feedback.append(
-            {"session": session.id, "partition": partition, "log_offset": offset, "at_ms": epoch_ms(event.time)}
-        )
+        session = self._batch.session_of(event, is_news=False)
+        self._batch.side.add_feedback(session, partition, offset, epoch_ms(event.time))
         verdict = verdict_of(event)
         if verdict is not None:
             turn = self._turn(event.tenant, event.msg_ids[0], session).id if event.msg_ids else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,10 +21,10 @@ from headrace_console.read_model.portions import upsert_all, with_pauses
 from headrace_console.read_model.rows import SessionRow
 from headrace_console.read_model.verdicts import Verdict, belongs_to_the_random_part
 from headrace_runtime.storage.tables import delete_batch, insert_new, is_one_of, portions
-from headrace_schemas import DeadLetter, Event, Experience, Reward, TrainingMetrics, Trajectory, Turn
+from headrace_schemas import DeadLetter, Event, Experience, Feedback, Reward, TrainingMetrics, Trajectory, Turn
 
 if TYPE_CHECKING:
-    from headrace_console.read_model.batch import Batch
+    from headrace_console.read_model.batch import Batch, LogEvent
 
 _BUCKETS = 10
 
@@ -67,9 +67,11 @@ class SideRows:
         """Packed ids of refused events, as far as the batch's events name them."""
         self.steps: dict[tuple[int, int], dict[str, Any]] = {}
         """New steps by lineage and save."""
-        self.feedback: list[dict[str, Any]] = []
         self.trained: list[dict[str, Any]] = []
         """New rows of `trained_revisions`."""
+        self._feedback: list[dict[str, Any]] = []
+        self._known_feedback: set[tuple[int, int, int]] = set()
+        """Session, partition and offset of the stored feedback of the batch's sessions."""
         self._items: list[dict[str, Any]] = []
         self._verdicts: list[dict[str, Any]] = []
         self._known_refusals: set[bytes] = set()
@@ -79,11 +81,12 @@ class SideRows:
         self._changed_rewards: set[RewardKey] = set()
         self._hours: defaultdict[HourKey, HourChange] = defaultdict(HourChange)
 
-    async def load(self, tx: AsyncConnection, events: Iterable[Event], batch: Batch) -> None:
-        """Load the stored refusals, rewards and steps that the events may concern."""
-        events = list(events)
+    async def load(self, tx: AsyncConnection, log_events: Sequence[LogEvent], batch: Batch) -> None:
+        """Load the stored refusals, rewards, feedback and steps that the events may concern."""
+        events = [log_event.event for log_event in log_events]
         await self._load_refusals(tx, events)
         await self._load_rewards(tx, events, batch)
+        await self._load_feedback(tx, log_events, batch)
         saves = {batch.save_of(event) for event in events if isinstance(event, TrainingMetrics)}
         if saves:
             table = tables.steps
@@ -119,6 +122,19 @@ class SideRows:
                 self._rewards[RewardKey(*(row[name] for name in RewardKey._fields))] = dict(row)
         self._stored_rewards = set(self._rewards)
 
+    async def _load_feedback(self, tx: AsyncConnection, log_events: Iterable[LogEvent], batch: Batch) -> None:
+        table = tables.feedback
+        columns = (table.c.session, table.c.partition, table.c.log_offset)
+        keys = {
+            (batch.session_of(log_event.event, is_news=False).id, log_event.partition, log_event.offset)
+            for log_event in log_events
+            if isinstance(log_event.event, Feedback) and log_event.event.level != "task"
+        }
+        for part in portions(keys):
+            of_sessions = table.c.session.in_({session for session, _, _ in part})
+            rows = await tx.execute(select(*columns).where(of_sessions, tuple_(*columns).in_(part)))
+            self._known_feedback.update((row.session, row.partition, row.log_offset) for row in rows)
+
     def is_new_step(self, lineage: int, account: int) -> bool:
         """Return whether the report about this save was not read before."""
         return (lineage, account) not in self._known_steps and (lineage, account) not in self.steps
@@ -140,6 +156,12 @@ class SideRows:
         hour = self._hours[_hour_key(key, row)]
         hour.rewards += sign
         hour.total += sign * (row["value"] or 0.0)
+
+    def add_feedback(self, session: SessionRow, partition: int, offset: int, at_ms: int) -> None:
+        """Add the row of a record and set the day of its session, unless the record was read before."""
+        if (session.id, partition, offset) not in self._known_feedback:
+            session.read_day = self._day
+            self._feedback.append({"session": session.id, "partition": partition, "log_offset": offset, "at_ms": at_ms})
 
     def add_verdict(self, verdict: Verdict, session: SessionRow, turn: int, offset: int) -> None:
         """Add the rows of a verdict and of its item. A stored row of the item is not changed."""
@@ -193,7 +215,7 @@ class SideRows:
 
     async def store(self, tx: AsyncConnection) -> None:
         """Write all rows except steps."""
-        await upsert_all(tx, tables.feedback, ("session", "partition", "log_offset"), self.feedback)
+        await upsert_all(tx, tables.feedback, ("session", "partition", "log_offset"), self._feedback)
         await upsert_all(tx, tables.trained_revisions, ("lineage", "save", "experience", "revision"), self.trained)
         if self._items:
             await tx.execute(insert_new(tx, review_tables.items, ("name",)), self._items)
