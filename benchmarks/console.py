@@ -57,6 +57,8 @@ _SESSIONS_PER_STEP = 20
 _REQUESTS = 60
 _INSERTED_AT_ONCE = 2_000
 _BEGAN = datetime(2026, 11, 1, tzinfo=UTC)
+_SOURCES = ("concise", "correct", "polite")
+_TENTHS = 11
 
 
 def session_events(number: int) -> Iterator[Event]:
@@ -71,8 +73,8 @@ def session_events(number: int) -> Iterator[Event]:
         yield events.turn(name, **more, **prompt, usage=Usage(prompt_tokens=200, completion_tokens=1))
     run = f"run-{number}"
     yield events.trajectory(run, tuple(ids), **more, time=at, started_at=at)
-    for source in ("concise", "correct", "polite"):
-        yield Reward(time=at, trajectory_id=run, session_key=key, source=source, value=number % 11 / 10)
+    for source in _SOURCES:
+        yield Reward(time=at, trajectory_id=run, session_key=key, source=source, value=number % _TENTHS / 10)
     yield events.experience(Experience.id_of(run, 0), *ids, of=run).model_copy(update={"session_key": key, "time": at})
     if number % _SESSIONS_PER_STEP == 0:
         names = [Experience.id_of(f"run-{number - at}", 0) for at in range(min(_SESSIONS_PER_STEP, number + 1))]
@@ -165,7 +167,7 @@ async def fill(database: Database, sessions: int) -> list[str]:
     """Store rows of `sessions` sessions, and return the keys of some of them."""
     chance, names = random.Random(1), Names()
     texts = [f"m@{hashlib.sha256(bytes([number])).hexdigest()[:12]}" for number in range(40)]
-    numbers = {name: names.number(name) for name in ("default", "m", "trained/", "stop", "scored", "concise", *texts)}
+    numbers = {name: names.number(name) for name in ("default", "m", "trained/", "stop", "scored", *_SOURCES, *texts)}
     keys = []
     async with database.transaction() as tx:
         await names.store(tx)
@@ -182,6 +184,8 @@ async def fill(database: Database, sessions: int) -> list[str]:
                 for name, table_rows in rows.items():
                     await tx.execute(insert(tables.metadata.tables[name]), table_rows)
             progress.update(first)
+    async with database.transaction() as tx:
+        await tx.execute(insert(tables.hours), _hours(sessions, numbers))
     return chance.sample(keys, min(len(keys), _REQUESTS))
 
 
@@ -232,13 +236,27 @@ def _add_rows(
             "turns": packed, "history": None, "read_day": 20_000,
         }
     )  # fmt: skip
-    for at in range(_TURNS):
+    for at, source in enumerate(_SOURCES):
         rows["rewards"].append(
             {
-                "trajectory": number, "turn": 0, "choice": -1 - at, "source": numbers["concise"], "revision": 0,
-                "outcome": numbers["scored"], "value": 0.5, "at_ms": began_ms, **position,
+                "trajectory": number, "turn": 0, "choice": -1, "source": numbers[source], "revision": 0,
+                "outcome": numbers["scored"], "value": (number + at * (number % 7)) % _TENTHS / 10,
+                "at_ms": began_ms, **position,
             }
         )  # fmt: skip
+
+
+def _hours(sessions: int, numbers: Mapping[str, int]) -> list[dict[str, Any]]:
+    """Return rows of `hours` with about as many rewards as there are, in each tenth of the values."""
+    first, last = ((epoch_ms(_BEGAN) + 1000 * number) // tables.HOUR_MS for number in (0, sessions))
+    shared = {"tenant": numbers["default"], "outcome": numbers["scored"]}
+    rewards = tables.HOUR_MS // 1000 // _TENTHS
+    return [
+        {**shared, "source": numbers[source], "hour": hour, "bucket": tenth, "rewards": rewards, "total": tenth * 32.7}
+        for source in _SOURCES
+        for hour in range(first, last + 1)
+        for tenth in range(_TENTHS)
+    ]
 
 
 async def pages(common: Common, sessions: int) -> dict[str, dict[str, float]]:
@@ -261,7 +279,7 @@ async def pages(common: Common, sessions: int) -> dict[str, dict[str, float]]:
         "thumb": "/sessions?thumb=down",
         "status": "/sessions?status=dropped",
         "search": "/sessions?reward_max=0.001",
-        "rewards": "/rewards",
+        "rewards": "/rewards?days=400",
     }
     durations: dict[str, list[float]] = {name: [] for name in (*addresses, "session")}
     for key in keys:

@@ -16,7 +16,7 @@ from headrace_console.settings import ConsoleSettings, UserSettings
 from headrace_console.users import Role
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.http.guard import WebGuard
-from headrace_runtime.settings.sections import BusSettings, Common, SecuritySettings
+from headrace_runtime.settings.sections import BusSettings, Common, DatabaseSettings, SecuritySettings
 from tests.support.remembered import make_tables
 
 ORIGIN = "http://127.0.0.1:8040"
@@ -53,6 +53,7 @@ class Stand:
     clock: TestClock = field(default_factory=TestClock)
     bus: BusSettings = field(default_factory=BusSettings)
     tenants: tuple[str, ...] = ()
+    database: DatabaseSettings = field(default_factory=DatabaseSettings)
 
     def __post_init__(self) -> None:
         (self.data_dir / "run").mkdir(parents=True, exist_ok=True)
@@ -62,7 +63,9 @@ class Stand:
             for role in roles
         )
         self.settings = ConsoleSettings(users=users, read_only=self.read_only, urls=self.urls)
-        self.console = Console(Common(data_dir=self.data_dir, bus=self.bus), self.settings, self.clock)
+        self.console = Console(
+            Common(data_dir=self.data_dir, bus=self.bus, database=self.database), self.settings, self.clock
+        )
 
     async def __aenter__(self) -> Stand:
         await make_tables(self.console.database, "headrace_console")

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import re
+from collections.abc import AsyncIterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
 from headrace_console.flow_rules import RewardRules
 from headrace_console.read_model import reward_queries
 from headrace_console.read_model.side_rows import bucket_of
+from headrace_runtime.settings.sections import DatabaseSettings
 from headrace_schemas import Reward
 from headrace_schemas.values.ids import response_id, session_key
 from tests.support.account_events import START, turn
 from tests.unit.console.support import Stand
 from tests.unit.console.test_sessions import KEY, apply, session_events
+
+
+@pytest.fixture
+async def stand(tmp_path: Path, database_url: str) -> AsyncIterator[Stand]:
+    """Return a console on each database."""
+    async with Stand(tmp_path, database=DatabaseSettings(url=database_url)) as opened:
+        yield opened
 
 
 async def test_rewards_page_counts_each_outcome_in_its_own_column(stand: Stand) -> None:
