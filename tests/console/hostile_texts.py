@@ -56,7 +56,7 @@ _HTMX = (
     "<button hx-post='/logout' hx-trigger='load'>x</button>",
     f"<div hx-on:load='{_RUN}'>x</div>",
     f"<div data-live='loop' id='live' hx-get='{_FOREIGN}'>x</div>",
-    "<button data-key='1' name='answer' value='bad'>x</button>",
+    "<button aria-keyshortcuts='1' data-key='g l' name='answer' value='bad'>x</button>",
     "<hx-partial hx-target='body'>x</hx-partial>",
 )
 _TEMPLATES = (

@@ -88,6 +88,50 @@ def _take(page: Page, kind: str, target: str, text: str = "") -> None:
                 page.keyboard.press("Enter")
 
 
+def keys(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
+    """Press each key of the pages. Return an entry for each key that has another effect than its description."""
+    problems = []
+
+    def expect(name: str, observed: object, expected: object) -> None:
+        if observed != expected:
+            problems.append(f"{name}: {observed!r} in place of {expected!r}")
+
+    def open_by(*presses: str) -> str:
+        with page.expect_navigation():
+            for key in presses:
+                page.keyboard.press(key)
+        return path_of(page)
+
+    with opened(browser, task["url"]) as (page, observer):
+        log_in(page, task["user"])
+        for key, path in task["pages"].items():
+            expect(f"g {key}", open_by("g", key), path)
+        page.goto("/sessions")
+        page.keyboard.press("/")
+        page.keyboard.type("g?jsl")
+        state = "[document.activeElement.id, document.activeElement.value, document.getElementById('shortcuts').open]"
+        expect("/ and keys in a text field", [path_of(page), *page.evaluate(state)], ["/sessions", "q", "g?jsl", False])
+        page.evaluate("document.activeElement.blur()")
+        page.keyboard.press("?")
+        dialog = page.locator("#shortcuts")
+        expect("? and the heading of the dialog", dialog.get_by_role("heading").inner_text(), "Keys")
+        expect("keys in the dialog", dialog.locator("kbd").all_inner_texts()[-3:-2], ["e"])
+        page.keyboard.press("Escape")
+        expect("Escape", dialog.is_visible(), False)
+        rows = page.locator("[aria-label='Sessions'] tbody th a")
+        second = rows.nth(1).get_attribute("href")
+        expect("j j k j Enter", open_by("j", "j", "k", "j", "Enter"), second)
+        expect("e", open_by("j", "e"), f"{second}/feedback")
+        page.goto("/sessions")
+        page.keyboard.press("?")
+        page.locator("#single-keys").uncheck()
+        dialog.get_by_role("button").click()
+        for key in ("g", "l", "j", "?"):
+            page.keyboard.press(key)
+        expect("keys after they are switched off", [path_of(page), dialog.is_visible()], ["/sessions", False])
+        return {"problems": problems, "errors": observer.errors}
+
+
 def hostile(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
     """Open pages with hostile texts.
 
@@ -143,4 +187,4 @@ def _planted(page: Page, path: str, text: str) -> bool:
 
 
 if __name__ == "__main__":
-    run({"pairs": pairs, "questions": questions, "hostile": hostile})
+    run({"pairs": pairs, "questions": questions, "keys": keys, "hostile": hostile})

@@ -1,10 +1,13 @@
-"""The ten questions of users, each answered from the first page with the keyboard, with and without JavaScript."""
+"""The ten questions of users, each answered from the first page with the keyboard, with and without JavaScript, and the
+keys of the pages.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace_console.pages.frame import NAVIGATION
 from tests.console.stack import MODEL, ConsoleStack
 from tests.support import presence
 from tests.system.program import Line, no_problems
@@ -22,6 +25,10 @@ def lines(stack: ConsoleStack, version: str) -> Iterator[Line]:
         observed = presence.drive(PROGRAM, {**task, "script": script, "questions": queries})
         yield no_problems(f"of {len(queries)} questions, those not answered {name}", observed["problems"], 10)
         yield no_problems(f"errors in the browser's console, {name}", observed["errors"])
+    pages = {key: path for _, path, key in NAVIGATION}
+    observed = presence.drive(PROGRAM, {"task": "keys", "url": stack.url, "user": "ann", "pages": pages})
+    yield no_problems("keys with another effect than their description", observed["problems"], len(pages) + 7)
+    yield no_problems("errors in the browser's console after keys", observed["errors"])
 
 
 def questions(response: str, version: str, queue: str) -> list[tuple[str, list[Step], str]]:

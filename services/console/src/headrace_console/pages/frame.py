@@ -18,17 +18,25 @@ from headrace_schemas.values.text import printable, printable_lines
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 NAVIGATION = (
-    ("Loop", "/"),
-    ("Why", "/flow"),
-    ("Sessions", "/sessions"),
-    ("Rewards", "/rewards"),
-    ("Models", "/models"),
-    ("Rollouts", "/rollouts"),
-    ("Review", "/review"),
-    ("Dead letters", "/dead-letters"),
+    ("Loop", "/", "l"),
+    ("Why", "/flow", "w"),
+    ("Sessions", "/sessions", "s"),
+    ("Rewards", "/rewards", "r"),
+    ("Models", "/models", "m"),
+    ("Rollouts", "/rollouts", "o"),
+    ("Review", "/review", "v"),
+    ("Dead letters", "/dead-letters", "d"),
 )
-"""Title and address of each page in the navigation."""
-_RATER_NAVIGATION = (("Review", "/review"),)
+"""Title and address of each page in the navigation, and the key that opens it after the key g."""
+_RATER_NAVIGATION = (("Review", "/review", "v"),)
+_KEYS = (
+    ("j k", "Next and previous row of a list, or turn of a session"),
+    ("Enter", "Open the row with the focus"),
+    ("?", "Show these keys"),
+    ("/", "Find an id, a task or a version"),
+    ("e", "Score or edit the turn with the focus, or the first turn"),
+)
+"""Keys and their meaning. Raters have the first three."""
 THEMES = ("light", "dark")
 LINES_LENGTH_MAX = 20_000
 """Largest number of characters of a text on a page, and of an answer in a form for edits."""
@@ -90,10 +98,12 @@ class Templates:
 
     def _frame(self, request: Request, user: User | None) -> Mapping[str, object]:
         theme = request.cookies.get(self._theme_cookie, "")
+        is_rater = user is not None and not user.has_role("viewer")
         return {
             "user": user,
             "path": request.url.path,
-            "navigation": () if user is None else NAVIGATION if user.has_role("viewer") else _RATER_NAVIGATION,
+            "navigation": () if user is None else _RATER_NAVIGATION if is_rater else NAVIGATION,
+            "keys": _KEYS[:3] if is_rater else _KEYS,
             "theme": theme if theme in THEMES else "",
             "themes": THEMES,
         }
