@@ -33,6 +33,7 @@ from headrace_gateway.routing.replica_set import ReplicaSet, ReplicaWatch
 from headrace_gateway.settings import CaptureSettings, GatewaySettings, RequestRules, UpstreamSettings
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Unavailable
+from headrace_runtime.http.connections import ConnectionLimits
 from headrace_runtime.http.protocol import TimedProtocol
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import Outgoing
@@ -225,11 +226,12 @@ async def gateway(
 @contextlib.asynccontextmanager
 async def _listening(app: ASGIApp) -> AsyncIterator[int]:
     """Serve `app` with uvicorn's protocol but without its server's timer, which would cost each test 0.2 s."""
-    config = uvicorn.Config(app, http=TimedProtocol, ws="none", lifespan="off", log_config=None, access_log=False)
+    limits = ConnectionLimits()
+    config = uvicorn.Config(app, ws="none", lifespan="off", log_config=None, access_log=False)
     config.load()
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
-        lambda: TimedProtocol(config, state, app_state={}), "127.0.0.1", 0
+        lambda: TimedProtocol(limits, config, state, app_state={}), "127.0.0.1", 0
     )
     try:
         yield server.sockets[0].getsockname()[1]

@@ -34,6 +34,11 @@ class Caller:
     limits: LimitSettings
     models: frozenset[str] = frozenset()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the caller sent no key that this gateway knows."""
+        return self.key_id == "open"
+
     def may_use(self, model: str) -> bool:
         """Return whether the key may call `model`. A key without a list of models may call all."""
         return not self.models or model in self.models
@@ -45,7 +50,7 @@ class Caller:
             ApiError: 403, or 401 for a request without a key.
         """
         if scope not in self.scopes and "admin" not in self.scopes:
-            if self.key_id == "open":
+            if self.is_open:
                 raise ApiError(401, "missing_api_key", "this needs the bearer token of security.internal_key")
             raise ApiError(403, "missing_scope", f"this API key lacks the scope {scope!r}; use one that has it")
 

@@ -17,6 +17,7 @@ from headrace_gateway.requests import http_request
 from headrace_gateway.requests.http_request import headers_of, read_body
 from headrace_gateway.settings import Scope as KeyScope
 from headrace_runtime.errors import Unavailable
+from headrace_runtime.http.connections import mark_authenticated
 from headrace_runtime.http.protocol import BODY_TIMEOUT_S
 from headrace_runtime.process import logs
 from headrace_schemas import Event, Feedback
@@ -61,6 +62,8 @@ class Admission:
     def caller(self, scope: Scope, headers: Mapping[bytes, bytes], required_scope: KeyScope) -> Caller:
         """Return the caller of the request. Raises `ApiError` 401 or 403."""
         caller = self.keys.identify(scope.get(http_request.KEY), headers)
+        if not caller.is_open:
+            mark_authenticated(scope)
         caller.require_scope(required_scope)
         if caller.session_id is not None:
             header = headers.get(b"x-session-id")

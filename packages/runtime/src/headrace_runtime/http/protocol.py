@@ -1,7 +1,8 @@
 """uvicorn's HTTP/1.1 protocol with timeouts in both directions and without ambiguous requests.
 
 Requests of ambiguous length are refused (request smuggling, RFC 9112, section 6.1), and connections of clients that
-send too slowly (slowloris), or that stop reading their response, are closed.
+send too slowly (slowloris), or that read their response too slowly or not at all, are closed. `connections` bounds what
+the others hold.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import Any, Literal
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from headrace_runtime.http.connections import ConnectionLimits, is_authenticated
 
 HEADER_TIMEOUT_S = 10.0
 """Time limit for the header of a request, from its first byte, or for the first request of a connection from the
@@ -36,6 +39,8 @@ _LINGER_S = 1.0
 _READ_TIMEOUT_S = 120.0
 """Time in which a client must read a byte of a response that waits for it. A stream would wait forever, and hold its
 place among the calls in progress."""
+_RESPONSE_WAIT_S = 900.0
+"""Time for which a response may wait for its client in total. The largest one, 64 MiB, needs 0.6 Mbit/s."""
 _INTEGER = struct.Struct("i")
 _Waiting = Literal["header", "body"]
 
@@ -43,8 +48,9 @@ _Waiting = Literal["header", "body"]
 class TimedProtocol(H11Protocol):
     """uvicorn's protocol with timeouts, for its option `http`."""
 
-    def __init__(self, *positional: Any, **named: Any) -> None:
+    def __init__(self, limits: ConnectionLimits, *positional: Any, **named: Any) -> None:
         super().__init__(*positional, **named)
+        self._limits = limits
         self.conn = self._strict = _StrictConnection(HEADER_BYTES_MAX)
         self._is_unused = True
         """Whether no data was received yet."""
@@ -53,6 +59,10 @@ class TimedProtocol(H11Protocol):
         self._waiting: _Waiting | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
+        self._waited_s = self._paused_at_s = 0.0
+        """Time for which the present response has waited for the client before, and the start of the present wait."""
+        self._has_key = False
+        """Whether a request of this connection had a valid key."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         connection: socket.socket = transport.get_extra_info("socket")
@@ -60,21 +70,34 @@ class TimedProtocol(H11Protocol):
             # asyncio sets this option only for sockets with an explicit protocol, which inherited ones lack
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(transport)
-        self._watch()
+        if self._limits.open(self):
+            self._watch()
+        else:
+            self._refuse(503, "the service has as many connections as it accepts; try again later")
+
+    def abort(self) -> None:
+        """Close the connection at once, without sending what waits for the client."""
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._stop_unread_timer()
+        self._limits.close(self)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        self._paused_at_s = self.loop.time()
+        self._limits.hold(self, self.transport.get_write_buffer_size())
         self._watch_reader(self._unread_bytes())
 
     def resume_writing(self) -> None:
+        self._waited_s = 0.0 if self.cycle.response_complete else self._response_wait_s()
         self._stop_unread_timer()
+        self._limits.release(self)
         super().resume_writing()
+        self._note_progress()
 
     def data_received(self, data: bytes) -> None:
         self._is_unused = False
@@ -83,6 +106,12 @@ class TimedProtocol(H11Protocol):
 
     def handle_events(self) -> None:
         super().handle_events()
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        if not self.flow.write_paused:
+            self._waited_s = 0.0
+        super().on_response_complete()
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
@@ -99,6 +128,22 @@ class TimedProtocol(H11Protocol):
             self._wait_for("header")
         else:
             self._wait_for(None)
+        self._note_progress()
+
+    def _note_progress(self) -> None:
+        """Report to the limits whether the connection is in use.
+
+        It is in use by a response, and by a request that is complete or has a valid key.
+        """
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None and not self._has_key:
+            self._has_key = is_authenticated(cycle.scope)
+        is_in_progress = cycle is not None and not cycle.response_complete
+        is_received = self._has_key or self.conn.their_state is not h11.SEND_BODY
+        if self.flow.write_paused or (is_in_progress and is_received):
+            self._limits.resume(self)
+        else:
+            self._limits.rest(self, has_key=self._has_key)
 
     def _wait_for(self, part: _Waiting | None) -> None:
         """Start the timeout for a part of the request, unless it is already running. None stops it."""
@@ -122,11 +167,15 @@ class TimedProtocol(H11Protocol):
     def _watch_reader(self, unread_bytes: int) -> None:
         """Close the connection if the client reads nothing of `unread_bytes` in time."""
         self._stop_unread_timer()
-        self._unread_timer = self.loop.call_later(_READ_TIMEOUT_S, self._check_reader, unread_bytes)
+        seconds = min(_READ_TIMEOUT_S, max(0.0, _RESPONSE_WAIT_S - self._response_wait_s()))
+        self._unread_timer = self.loop.call_later(seconds, self._check_reader, unread_bytes)
+
+    def _response_wait_s(self) -> float:
+        return self._waited_s + self.loop.time() - self._paused_at_s
 
     def _check_reader(self, unread_bytes: int) -> None:
         unread_now = self._unread_bytes()
-        if unread_now < unread_bytes:
+        if unread_now < unread_bytes and self._response_wait_s() < _RESPONSE_WAIT_S:
             self._watch_reader(unread_now)
         else:
             self.transport.abort()

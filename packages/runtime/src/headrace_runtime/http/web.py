@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import inspect
 import os
@@ -25,6 +26,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace_runtime.errors import Refused, SettingError, Unavailable
+from headrace_runtime.http.connections import ConnectionLimits, mark_authenticated
 from headrace_runtime.http.guard import BrowserLogin, WebGuard
 from headrace_runtime.http.protocol import TimedProtocol
 from headrace_runtime.settings.sections import Common, SecuritySettings, ServiceSettings, is_loopback
@@ -33,6 +35,7 @@ from headrace_schemas.values.errors import HIDDEN, is_secret, redacted
 from headrace_schemas.values.ids import decode_name, decode_path, decode_segment
 from headrace_schemas.values.text import closest, printable
 
+_BACKLOG = 2048
 _FIRST_HANDED_OVER = 3  # SD_LISTEN_FDS_START
 CheckResult = bool | str
 """True if a check passes, otherwise False or the reason of the failure."""
@@ -110,6 +113,7 @@ async def serve(
         SettingError: the inherited socket has another address than the settings.
     """
     listener = _listen(settings)
+    limits = ConnectionLimits()
     guarded = _with_exact_paths(application)
     server = _Server(
         uvicorn.Config(
@@ -119,13 +123,14 @@ async def serve(
                 security or SecuritySettings(),
                 accepts_forms=accepts_forms,
             ),
-            http=TimedProtocol,
+            http=functools.partial(TimedProtocol, limits),  # type: ignore[arg-type]  # uvicorn only calls it
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_keep_alive=75,
+            backlog=min(_BACKLOG, limits.connections_max // 2),  # asyncio accepts as many at once, above the limit
             timeout_graceful_shutdown=10,
         )
     )
@@ -147,7 +152,7 @@ def _listen(settings: ServiceSettings) -> socket.socket:
         return inherited
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+        return socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise Unavailable(f"cannot listen on {settings.host}:{settings.port}: {error.strerror}") from error
 
@@ -174,6 +179,8 @@ def require_internal_key(request: Request, common: Common) -> None:
     token = header_of(request, "authorization").removeprefix("Bearer ")
     if expected and not hmac.compare_digest(expected.encode(), token.encode()):
         raise Refused(401, "invalid_api_key", "this endpoint needs the bearer token of security.internal_key")
+    if expected:
+        mark_authenticated(request.scope)
 
 
 def header_of(request: Request, name: str) -> str:

@@ -28,6 +28,7 @@ from headrace_console.sources.tokenizers import TokenizerReader
 from headrace_console.users import Role, User
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
+from headrace_runtime.http.connections import mark_authenticated
 from headrace_runtime.http.web import parameters_of
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage.database import Database
@@ -151,6 +152,7 @@ class PageRoutes:
             user = self._logins.user_of(request.cookies.get(cookie_name(request)))
             if user is None:
                 return RedirectResponse("/login", 303, {"hx-redirect": "/login"})
+            mark_authenticated(request.scope)
             try:
                 await self._check(page, request, user)
                 return await page.handler(Visit(self._parts, request, user))

@@ -1,0 +1,117 @@
+"""Bounds on the open connections of a server and on the bytes of responses that wait for their clients.
+
+A client without a key could otherwise hold all file descriptors with idle connections, or the memory with responses
+that it does not read.
+"""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from starlette.types import Scope
+
+from headrace_runtime.process.logs import get_logger
+
+log = get_logger(__name__)
+UNREAD_BYTES_MAX = 256 << 20
+"""Bytes of responses that wait for their clients, of all connections of a server together. One response of a gateway
+has up to 64 MiB."""
+_CONNECTIONS_MIN, _CONNECTIONS_MAX = 64, 16_384
+_AUTHENTICATED = "headrace.authenticated"
+
+
+class Connection(Protocol):
+    """Connection of a client, as far as its bounds are concerned."""
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+
+
+class ConnectionLimits:
+    """Open connections of one server, and which of them may be closed in favour of others."""
+
+    def __init__(self) -> None:
+        self.connections_max = connections_max()
+        self._open: set[Connection] = set()
+        self._idle: tuple[dict[Connection, None], dict[Connection, None]] = ({}, {})
+        """Idle connections of clients without and with a key, in the order in which they became idle."""
+        self._unread: dict[Connection, int] = {}
+        """Bytes that wait for the client, by connection, in the order in which the clients stopped reading."""
+        self._unread_bytes = 0
+        self._is_logged = False
+
+    def open(self, connection: Connection) -> bool:
+        """Add a connection, and return whether it may stay.
+
+        At the limit the connection that was idle longest is closed, those without a key first. Without an idle one, the
+        response is given up that has waited longest for its client.
+        """
+        if len(self._open) >= self.connections_max:
+            candidates = next((connections for connections in (*self._idle, self._unread) if connections), None)
+            if not self._is_logged:
+                self._is_logged = True
+                remedy = "close idle connections, or raise the limit of file descriptors (ulimit -n, LimitNOFILE=)"
+                log.warning("connections_at_limit", connections_max=self.connections_max, remedy=remedy)
+            if candidates is None:
+                return False
+            self._abort(next(iter(candidates)))
+        self._open.add(connection)
+        return True
+
+    def rest(self, connection: Connection, *, has_key: bool) -> None:
+        """Note that a connection waits for a request of its client."""
+        if connection in self._open:
+            self.resume(connection)
+            self._idle[has_key][connection] = None
+
+    def resume(self, connection: Connection) -> None:
+        """Note that a connection has a request in progress."""
+        for connections in self._idle:
+            connections.pop(connection, None)
+
+    def hold(self, connection: Connection, unread_bytes: int) -> None:
+        """Note that a response waits for its client.
+
+        Beyond the limit the responses that have waited longest are given up.
+        """
+        self.release(connection)
+        while self._unread and self._unread_bytes + unread_bytes > UNREAD_BYTES_MAX:
+            slowest = next(iter(self._unread))
+            log.warning("response_given_up", reason="slow client", unread_bytes=self._unread[slowest])
+            self._abort(slowest)
+        self._unread[connection] = unread_bytes
+        self._unread_bytes += unread_bytes
+
+    def release(self, connection: Connection) -> None:
+        """Note that no response waits for the client."""
+        self._unread_bytes -= self._unread.pop(connection, 0)
+
+    def close(self, connection: Connection) -> None:
+        """Remove a connection."""
+        self._open.discard(connection)
+        self.resume(connection)
+        self.release(connection)
+
+    def _abort(self, connection: Connection) -> None:
+        self.close(connection)
+        connection.abort()
+
+
+def connections_max() -> int:
+    """Return the number of connections that a server accepts: one for two file descriptors of the process."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return _CONNECTIONS_MAX
+    return min(max(soft // 2, _CONNECTIONS_MIN), _CONNECTIONS_MAX)
+
+
+def mark_authenticated(scope: Scope) -> None:
+    """Note that the request has a valid key, so that its connection is closed after those without one."""
+    scope.setdefault("state", {})[_AUTHENTICATED] = True
+
+
+def is_authenticated(scope: Mapping[str, Any]) -> bool:
+    """Return whether `mark_authenticated` was called for the request."""
+    return _AUTHENTICATED in scope.get("state", {})
