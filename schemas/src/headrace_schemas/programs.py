@@ -265,7 +265,9 @@ class DryRunBatch(Model):
 
 
 class DryRunLine(Model):
-    """Line `dry_run`, the single line of the trainer's dry run: the predicted training outcome of each experience."""
+    """Result of a dry run of the trainer, printed as one line: how many experiences it would train, drop for which
+    reason, or leave waiting, and in which batches.
+    """
 
     trained: int = 0
     dropped: dict[DropReason, int] = Field(default_factory=dict)

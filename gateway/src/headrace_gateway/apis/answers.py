@@ -50,7 +50,7 @@ class AnswerShape(Protocol):
     """Format of the answers of one API."""
 
     def headers(self, call: ChatCall) -> Mapping[str, str]:
-        """Return the response headers of a plain answer in addition to type and length."""
+        """Return the response headers of an answer that is not streamed, except content type and length."""
 
     def plain_body(self, call: ChatCall, answer: EngineAnswer) -> bytes:
         """Return the body of a plain answer."""

@@ -219,7 +219,9 @@ class Position:
         self._writes = 0
 
     def read(self) -> SegmentOffset:
-        """Return the position, or the beginning if none is known."""
+        """Return the position up to which the bus has acknowledged the spooled events; the beginning of the first file
+        if no valid position is stored.
+        """
         data = self._path.read_bytes() if self._path.exists() else b""
         slots = [data[at : at + _SLOT_BYTES] for at in (0, _SLOT_BYTES)]
         valid = [

@@ -104,10 +104,13 @@ def _data(event: bytes) -> bytes | None:
 
 
 def encode(data: bytes, kind: str = "") -> bytes:
-    """Return one event, with its `kind` where readers separate kinds. `data` is JSON without newlines.
+    """Return the bytes of one server-sent event.
 
-    Line separators of Unicode are escaped, because some clients split an event at them. Such characters stand inside of
-    JSON strings only.
+    Args:
+        data: the payload, JSON without newlines. Unicode's line separators in its strings are escaped, because some
+            clients split events at them.
+        kind: event type for a line `event:`, which the APIs of Anthropic and of Responses require; empty for no such
+            line.
     """
     for separator, escaped in _SEPARATORS:
         if separator in data:

@@ -59,7 +59,7 @@ class ModelCatalog:
 
     @property
     def names_any_model(self) -> bool:
-        """Whether the settings give a model for all unknown names."""
+        """Whether the settings name a model (alias `*`) that answers calls of all unknown model names."""
         return ANY_NAME in self._aliases
 
     @property

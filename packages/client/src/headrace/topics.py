@@ -72,7 +72,7 @@ class Entry:
 
     @property
     def place(self) -> int:
-        """Earlier name of `sequence`."""
+        """Deprecated alias of `sequence`."""
         return self.sequence
 
 

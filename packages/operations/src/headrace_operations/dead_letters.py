@@ -110,7 +110,9 @@ class Selection:
 
 @dataclass(slots=True)
 class Cut:
-    """End offsets of `dead-letters` and all decisions at one moment; later letters are not read."""
+    """Snapshot of the dead letters for one command: end offsets of the topic `dead-letters`, after which no letter is
+    read, and all decisions of operators.
+    """
 
     ends: Mapping[int, int]
     decisions: Mapping[str, tuple[DeadLetterDecision, ...]]
@@ -119,7 +121,9 @@ class Cut:
 
 
 async def read_cut(topics: Topics) -> Cut:
-    """Read the present end offsets of `dead-letters` and all decisions.
+    """Read the operators' decisions about dead letters so far, and the present end offsets of the topic `dead-letters`.
+
+    Letters that arrive later are not part of the snapshot.
 
     Raises:
         UsageError: the topics do not exist.

@@ -20,10 +20,11 @@ async def read_findings(bus: str) -> tuple[guard.Finding, ...]:
 async def read_turn_account(
     bus: str, lineages: Mapping[str, str] | None = None, report: Callable[[int, int], None] | None = None
 ) -> TurnAccount:
-    """Account for every record that the topics at `bus` hold now.
+    """Read the topics of a bus and count for every captured turn whether it was trained, dropped or still waits.
 
-    End offsets of effects are read before those of their causes, so every effect in the range has its cause in the
-    range. Records that cannot be parsed are skipped: they were never captured, and a service has dead-lettered them.
+    Topics of results are read up to end offsets that were determined before those of their causes, so that the cause of
+    each result is among the read records. Records that cannot be parsed are skipped: they were never captured, and a
+    service has dead-lettered them.
 
     Args:
         bus: bootstrap servers.

@@ -62,9 +62,10 @@ PROBLEMS_MAX = 100
 
 @dataclass(frozen=True, slots=True)
 class TurnAccount:
-    """Number of captured turns by state. `captured` is the sum of `trained`, `waiting` and `dropped`.
+    """Number of captured turns (calls of a model) in each state: `captured` is the sum of `trained`, `waiting` and
+    `dropped`.
 
-    Without `problems`, every turn has exactly one state.
+    If `problems` is empty, every captured turn was counted in exactly one state.
     """
 
     captured: int

@@ -23,7 +23,9 @@ def metric_of(rollout: RolloutState) -> str:
 
 
 def points(rollout: RolloutState, metric: str) -> list[Point]:
-    """Return the points of a metric in the order of time: for each number of units only the last one."""
+    """Return the points of the chart of one metric, in order of time. Of points with the same number of users or
+    sessions only the last one is returned.
+    """
     last_points = {
         point.units: (point.units, *point.metrics[metric]) for point in rollout.chart if metric in point.metrics
     }

@@ -113,7 +113,9 @@ def _trace(value: str | None) -> str | None:
 
 
 def _after(value: str | None) -> Mapping[str, int] | None:
-    """Parse the header `ce_after`. A malformed value counts as a missing header."""
+    """Parse the header `ce_after`, a list like `topic=12,other=3`: end offsets that the event's producer had read.
+    Return None if it is missing or malformed.
+    """
     pairs = [part.partition("=") for part in (value or "").split(",")]
     offsets = {topic: _number(end) for topic, _, end in pairs}
     valid_offsets = {topic: end for topic, end in offsets.items() if end is not None}
@@ -141,7 +143,9 @@ def sequence_of(headers: Iterable[tuple[str, bytes | None]]) -> int | None:
 
 
 def is_blob_reference(headers: Iterable[tuple[str, bytes | None]]) -> bool:
-    """Return whether the value of a raw record is a `BlobRef` to its event."""
+    """Return whether a record with these headers contains only a reference (`BlobRef`) to a large event in the blob
+    store, not the event itself.
+    """
     return any(name == DATAREF_HEADER for name, _ in headers)
 
 

@@ -72,7 +72,7 @@ class TagsRequest(Model):
 
 
 class NoteRequest(Model):
-    """Request of `POST /v1/models/{name}/notes`."""
+    """Request body of `POST /v1/models/{name}/notes`, which attaches a text by an operator to a version."""
 
     version: Version
     text: Annotated[Remark, Field(min_length=1)]

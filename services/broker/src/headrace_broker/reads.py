@@ -27,7 +27,9 @@ T = TypeVar("T")
 
 
 class ReadRequest(NamedTuple):
-    """Request for the batches of a partition from the one that contains `offset` up to the offset `before`."""
+    """Parameters of one read of a partition's log: batches from the one that contains `offset` up to `before`, at most
+    `bytes_max` bytes.
+    """
 
     partition_id: int
     offset: int

@@ -122,9 +122,11 @@ class RewardPolicy:
         )
 
     def _values(self, source_rewards: Sequence[SourceReward], turn_ids: Sequence[str]) -> dict[str, float]:
-        """Return the value of each source: its value for the trajectory, or else the mean of its values for turns.
+        """Return the reward value of each source for one branch (a token sequence of the trajectory).
 
-        A value for an answer of the branch takes precedence over a value for the answer's turn.
+        A source's value for the whole trajectory is used if it gave one, else the mean of its values for the turns
+        `turn_ids`. If a source rewarded both a turn and the answer of it that the branch contains, the value of the
+        answer is used.
         """
         of_trajectory: dict[str, float] = {}
         by_turn: dict[str, dict[str, float]] = {}

@@ -89,7 +89,7 @@ class TrajectoryCache:
 
 
 async def payload_sizes(tx: AsyncConnection, trajectory_ids: Iterable[str]) -> dict[str, int]:
-    """Return the bytes of the stored trajectories."""
+    """Return the size in bytes of each stored trajectory among `trajectory_ids`."""
     column = trajectories.c.trajectory_id
     query = select(column, func.length(trajectories.c.payload)).where(column.in_(set(trajectory_ids)))
     return dict((await tx.execute(query)).all())

@@ -120,7 +120,13 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, fields: Mapping[str, An
 
 
 def _write_weights(source: Path, folder: Path, ends: list[int], head_dim: int | None) -> None:
-    """Write weights and configuration. `head_dim` is in the file, and transformers reads it of some models alone."""
+    """Write the weights of a GGUF file and their configuration into `folder`, as a model that transformers loads.
+
+    Args:
+        ends: ids of the tokens that end an answer (EOS).
+        head_dim: size of an attention head as the GGUF file states it; set explicitly, because transformers does not
+            read it for every architecture. None if the file has none.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.utils import logging

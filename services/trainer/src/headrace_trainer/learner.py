@@ -113,10 +113,12 @@ class Copy(Protocol):
         """
 
     def write(self, folder: Path, on_weights: Callable[[], None] | None = None) -> None:
-        """Write the copy into the empty `folder`, so that any process of this back end can continue from it.
+        """Write the copy into the empty `folder`, so that another process of this back end can continue training from
+        it.
 
         - `WEIGHTS`: the trained weights. Equal weights give equal bytes, and different weights different bytes.
-        - `OPTIMIZER`: all else that the next step depends on: the optimizer's state, clocks, random numbers.
+        - `OPTIMIZER`: the rest of the state that the next step depends on: the optimizer's state, clocks, random
+          numbers.
         - the folder `VERSION`, where a version was requested: only the weights, either all of them as `*.safetensors`
           in the type of the base, or an adapter in PEFT's layout that names the base. Equal weights give equal files.
 
@@ -125,8 +127,8 @@ class Copy(Protocol):
 
         Args:
             folder: The folder.
-            on_weights: Called once, when `WEIGHTS` and `VERSION` are complete. It may move or remove them. A learner
-                that can calls it before it writes `OPTIMIZER`, so that the disk never holds all three files.
+            on_weights: Called once, when `WEIGHTS` and `VERSION` are complete and before `OPTIMIZER` is written where
+                the learner can do so. It may move or remove the files, so that the disk never holds all three.
 
         Raises:
             LearnerLost: The learner has failed.

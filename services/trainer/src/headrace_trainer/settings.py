@@ -280,13 +280,17 @@ class TrainerSettings(ServiceSettings):
 
     @property
     def needs_base(self) -> bool:
-        """Whether the base's logprobs are needed, at any interval."""
+        """Whether training needs token logprobs under the base model: for the loss, or to measure the KL divergence
+        from it in every step or every few steps.
+        """
         measured = self.loss.kl > 0 or self.health.kl_base_interval_steps > 0
         return measured or self.needs.reference or self.needs.hindsight
 
     @property
     def needs(self) -> Needs:
-        """What the estimator of advantages and the loss need, such as groups, demonstrations or the base's logprobs."""
+        """Abilities that the configured advantage estimator and loss require of the learner, for example groups of
+        runs, demonstrations, or logprobs under the base model.
+        """
         written = self.advantage.signals.written or self.advantage.signals.edits
         return self.advantage.estimator.needs | self.loss.needs | Needs(demonstrations=written)
 

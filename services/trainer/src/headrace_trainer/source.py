@@ -29,8 +29,9 @@ class BusReplaced(HeadraceError):
 
 
 class Source(Protocol):
-    """Interface of the trainer's input: experiences, which can be held back, and decisions about versions, which
-    cannot."""
+    """Interface through which the trainer reads the bus: experiences (at most as many as it has room for) and the
+    registry's decisions about versions (always).
+    """
 
     async def start(self, offsets: Offsets) -> None: ...
 

@@ -157,7 +157,7 @@ def promote(rollout: Rollout, reason: Reason = "", *, registry: RegistryOptions)
 
 
 def rollback(rollout: Rollout, reason: Reason = "", *, registry: RegistryOptions) -> None:
-    """Roll back the version for good, with all its descendants."""
+    """Roll back the candidate of a rollout: it and the versions trained from it never serve again."""
     _end_rollout(registry, rollout, "roll_back", reason)
 
 

@@ -52,7 +52,9 @@ class SignalRecipe(BaseModel):
 
 
 class Opponent(BaseModel):
-    """Another model, which is not trained: registered from the base model's folder, served and pinned."""
+    """A model that a demo registers and serves beside the trained one, for example an opponent in a game. It has the
+    base model's weights and is never trained.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

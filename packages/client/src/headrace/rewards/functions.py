@@ -37,7 +37,13 @@ _PLEADING = re.compile(
 
 
 def guarded(reward: float, *exploits: float) -> float:
-    """Return the reward reduced by the share of the worst exploit. A negative reward is unchanged."""
+    """Return `reward * (1 - worst)`, where `worst` is the highest of the exploit scores, clipped to 0..1. A negative
+    reward is returned unchanged.
+
+    Args:
+        reward: reward before the check for exploits.
+        exploits: for each known exploit, how strongly the answer uses it, from 0 (not at all) to 1.
+    """
     worst = max((min(max(exploit, 0.0), 1.0) for exploit in exploits), default=0.0)
     return reward if reward <= 0 else reward * (1 - worst)
 

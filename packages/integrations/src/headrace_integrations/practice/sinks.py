@@ -100,7 +100,9 @@ class TrinityRun(Run):
         return client
 
     def note(self, response_id: str) -> None:
-        """Record the id of an answer that another client than that of `openai` received."""
+        """Add the id of an answer to this run, whose reward it will get. Call it for answers of clients other than
+        `openai`, whose answers are added automatically.
+        """
         self._response_ids.append(response_id)
 
     async def _send(self) -> None:

@@ -44,7 +44,9 @@ class Addresses:
 
 
 class Services(Protocol):
-    """Processes of a private Headrace, as `headrace_operations.private_stack` starts them."""
+    """Handle of the processes of a private Headrace, which `headrace_operations.private_stack` starts, and by which
+    they are stopped.
+    """
 
     data_dir: Path
 

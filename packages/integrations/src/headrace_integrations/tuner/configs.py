@@ -51,7 +51,9 @@ class TinkerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
-    """Algorithm of the training and the size of its steps: `group_size` runs of each of `batch_size` tasks."""
+    """Algorithm and size of the training steps. Each step trains on `batch_size` tasks with `group_size` runs of each
+    task.
+    """
 
     algorithm_type: str = "multi_step_grpo"
     learning_rate: float = 1e-6

@@ -144,7 +144,9 @@ async def _train(request: Request, control: Control, seed: int) -> ShortRun:
 async def _measure(
     request: Request, server: VersionServer, base: Checkpoint, checkpoint: Checkpoint
 ) -> Sequence[Score]:
-    """Return the scores of the audit tasks that the gate program plays with the version of `checkpoint`."""
+    """Serve the version of `checkpoint`, let the registry's program play the audit tasks (held-out tasks that take part
+    in no decision) with it, and return the score of each task.
+    """
     await server.serve(base, checkpoint)
     overrides = request.overrides({"registry.gate.base_url": server.base_url})
     request_line = Measure(version=checkpoint.version, plays=request.plays)

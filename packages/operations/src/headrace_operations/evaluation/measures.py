@@ -133,9 +133,10 @@ def follows_format(task: EvaluationTask, played: Playthrough) -> bool | None:
 
 
 def tool(task: EvaluationTask, played: Playthrough) -> float | None:
-    """Return the share of the tools in the column `tool` that were called, in the same order.
+    """Return how many of the tools that the task expects (column `tool`) the model called in the expected order, as a
+    share from 0 to 1; None if the task expects nothing about tools.
 
-    If `tool` is an empty list, the result is 1 if no tool was called.
+    An empty list expects that no tool is called: the result is 1 if none was called, else 0.
     """
     if task.fields.get("tool") is None:
         return None
@@ -149,9 +150,11 @@ def tool(task: EvaluationTask, played: Playthrough) -> float | None:
 
 
 def arguments(task: EvaluationTask, played: Playthrough) -> float | None:
-    """Return the share of the tools in the column `tool` that were called with their entry of the column `arguments`.
+    """Return the share of the expected tool calls that the model made with the expected arguments, from 0 to 1; None if
+    the task does not expect any.
 
-    A tool that was not called counts as a mismatch.
+    The columns `tool` and `arguments` list the tools and, in the same order, the arguments of each. A call may have
+    more arguments than expected.
     """
     expected = task.fields.get("arguments")
     if expected is None or task.fields.get("tool") is None:

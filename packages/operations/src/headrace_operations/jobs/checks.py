@@ -174,7 +174,11 @@ class CheckReport:
             self.refusals.append(refusal)
 
     def keep(self, answers: tuple[tuple[WrittenBranch, ...], ...]) -> None:
-        """Count a row that can be trained, with the branches of each of its answers."""
+        """Count a valid row of the data set: add its experiences, sequence lengths and trained tokens to the totals.
+
+        Args:
+            answers: for each answer of the row, the token sequences (branches) that are trained of it.
+        """
         self.kept += 1
         for branches in answers:
             self.experiences += len(branches)

@@ -136,7 +136,11 @@ def _steps_taken(reports: program.TrainingReports) -> int:
 
 
 async def _first_and_last_version(bus: str, lineage: str) -> tuple[Checkpoint, Checkpoint]:
-    """Return the first and the last version of the lineage."""
+    """Read the versions that a training job published for its lineage, and return the first and the last one.
+
+    Raises:
+        HeadraceError: the lineage has only its base version, because the job took too few steps.
+    """
     async with connected(bus) as topics:
         checkpoints = [
             checkpoint for checkpoint in await program.checkpoints(topics, "") if checkpoint.lineage == lineage

@@ -95,7 +95,16 @@ class WebGuard:
         await self._app(scope, receive, send_with_cors)
 
     def _check(self, method: str, headers: dict[bytes, bytes], origin: bytes) -> bool:
-        """Return whether the request comes from an origin in `security.origins`. Raises `Refusal`."""
+        """Check whether a request may be served.
+
+        Returns:
+            True if the request comes from a page of an origin in `security.origins`, whose response needs CORS headers;
+            False for permitted requests without such an origin.
+
+        Raises:
+            Refusal: the host is not a name of this service, another site's page sent the request, or its body is not
+                JSON.
+        """
         host = headers.get(b"host")
         if host is not None and not self._any_host and not self._is_own(host):
             remedy = "call the service by its address, or add the name to security.hosts"

@@ -48,7 +48,9 @@ class KnownVersions:
         self._routings = TopicTable(Routing, bus, client_id, blobs, refuse, self.routing)
 
     async def run(self) -> None:
-        """Read the topics until cancelled."""
+        """Follow the topics `checkpoints` and `routing`, so that the known models and versions stay current. It returns
+        only when cancelled.
+        """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._checkpoints.run())
             group.create_task(self._routings.run())

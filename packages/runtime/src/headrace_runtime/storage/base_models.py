@@ -57,7 +57,9 @@ class Repository:
 
     @classmethod
     def parse(cls, text: str) -> Repository | None:
-        """Return the repository that `text` names, or None if it has another form."""
+        """Parse a name like `owner/model` or `owner/model@revision`. Return None for a text of another form, for
+        example a path.
+        """
         match = _NAME.fullmatch(text)
         if match is None or ".." in text or "--" in match["repository"]:
             return None

@@ -85,7 +85,7 @@ class NameFile:
         return name in self._names
 
     def add(self, name: str) -> None:
-        """Add a name. After a power failure it may be missing."""
+        """Append a name to the file. It is not synchronized to disk, so a power failure may lose it."""
         self._names[name] = None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="ascii") as file:

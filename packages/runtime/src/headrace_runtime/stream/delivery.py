@@ -127,7 +127,9 @@ class HeldRecords:
         return self._counts[tenant] < HELD_RECORDS_MAX and not full
 
     def count(self, tenant: str, record: Record) -> None:
-        """Count a held record, after its transaction has committed."""
+        """Add a held record to the tenant's number and bytes of held records, which are bounded. Call it after the
+        transaction that stored the record has committed.
+        """
         self._counts[tenant] += 1
         self._bytes[tenant] += _size(record)
         RECORDS_HELD.labels(self._service).set(sum(self._counts.values()))

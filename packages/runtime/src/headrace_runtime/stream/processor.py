@@ -124,7 +124,12 @@ class Processor:
         self._resumed.set()
 
     def _report(self, record: Record | None) -> None:
-        """Set `paused` to the present reason of the limits, and log a new reason with the position of `record`."""
+        """Take over from the limits why reading is paused (None if it is not) into `paused` and the metric. Log when a
+        pause begins.
+
+        Args:
+            record: next record to be processed, whose position is logged.
+        """
         paused = self._limits.paused
         if paused is not None and self.paused is None and record is not None:
             log.error("consumer_paused", reason=paused, next=_position_of(record), remedy=REMEDY)

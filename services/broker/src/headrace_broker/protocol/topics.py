@@ -255,7 +255,7 @@ class DescribeLogDirsRequest(NamedTuple):
 
 
 class LogDirPartition(NamedTuple):
-    """Size of a partition's record batches."""
+    """Entry of a DescribeLogDirs response: the bytes that the record batches of one partition occupy on disk."""
 
     partition: Int32
     size_bytes: Int64

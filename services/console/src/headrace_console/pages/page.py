@@ -127,7 +127,10 @@ Handler = Callable[[Visit], Awaitable[Response]]
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """An address of the console. `role` is the lowest role that may open it. The handler may raise `Refused`."""
+    """A route of the console: path, method and the handler that renders it.
+
+    The handler may raise `Refused`. `role` is the lowest role of a user that may open the page.
+    """
 
     path: str
     handler: Handler

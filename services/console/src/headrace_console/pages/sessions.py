@@ -123,7 +123,13 @@ def _first_page(parameters: Mapping[str, str], **changed: str) -> str:
 
 
 def _page_at(parameters: Mapping[str, str], **positions: Position | None) -> str | None:
-    """Return the query of the page after or before a position, or None without a position."""
+    """Return the URL query for the page of the list that begins or ends at a position, or None if there is no such
+    page.
+
+    Args:
+        parameters: query parameters of the current page, for example its filters.
+        positions: `after` or `before`, with the position in the list; None where the list ends.
+    """
     texts = {name: "{}.{}".format(*position) for name, position in positions.items() if position is not None}
     return _first_page(parameters, **texts) if texts else None
 
@@ -152,7 +158,11 @@ async def _version_address(tx: AsyncConnection, text: str) -> str | None:
 
 
 async def _turn_address(tx: AsyncConnection, user: User, turn_id: str) -> str | None:
-    """Return the address of a turn in its session, or None if the user may see no such turn."""
+    """Return the URL path of the session page that shows a turn, or None if this user may see no turn of that id.
+
+    Args:
+        turn_id: response id, or its last 32 hexadecimal digits.
+    """
     target = await queries.turn_of(tx, user.scope, turn_id)
     if target is None and _TAIL.fullmatch(turn_id):
         target = await queries.turn_of_tail(tx, user.scope, turn_id)

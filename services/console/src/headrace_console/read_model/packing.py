@@ -64,7 +64,9 @@ def split_turn(packed: bytes) -> tuple[str | None, bytes]:
 
 
 def join_turn(session_key: str, stored: bytes) -> bytes:
-    """Join a session key and the bytes that a row stores to a packed turn id: the inverse of `split_turn`."""
+    """Return the packed id of a turn from its session's key and the shortened id that a row stores. The inverse of
+    `split_turn`.
+    """
     if len(stored) == TAIL_BYTES:
         return pack_key(session_key) + stored
     return stored[:TAIL_BYTES] if len(stored) == TAIL_BYTES + 1 else stored

@@ -197,9 +197,13 @@ async def draw_items(tx: AsyncConnection, queue: Queue, selection: Filter) -> in
 async def _draw_matching(
     tx: AsyncConnection, queue: Queue, selection: Filter, number: int
 ) -> dict[str, tuple[int, int]]:
-    """Return session and turn of at most `number` new items that match the filter.
+    """Search for at most `number` new sessions that match the filter of a review queue.
 
-    The search begins at the newest session, and then once more before the oldest session that the filter has drawn.
+    The search reads a few pages of sessions from the newest on. If these are not enough, it reads a few more, older
+    than the oldest session that the filter has added to the queue before.
+
+    Returns:
+        Item id to the ids of its session and of the turn to review.
     """
     chosen: dict[str, tuple[int, int]] = {}
     for after in (None, await _oldest_drawn(tx, queue)):
@@ -248,7 +252,15 @@ async def _draw_at_random(
 async def _new_items_with_turns(
     tx: AsyncConnection, queue: Queue, candidates: Mapping[str, int], number: int
 ) -> dict[str, tuple[int, int]]:
-    """Return session and turn of the first candidates that are not in the queue and have a turn for its question."""
+    """Choose up to `number` sessions to add to a review queue.
+
+    Args:
+        candidates: item id to session id, in the order of preference.
+
+    Returns:
+        For each chosen item its session id and the id of a turn to review. Items that are in the queue already are left
+        out, and so are sessions without a turn that fits the queue's question (`pair` needs a turn with two answers).
+    """
     present = await _names_in_queue(tx, [pack_id(item) for item in candidates])
     chosen: dict[str, tuple[int, int]] = {}
     has_answers = tables.turns.c.choices > 1 if queue.rules.question == "pair" else true()

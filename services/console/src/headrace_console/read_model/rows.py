@@ -204,7 +204,10 @@ class RowSet(Generic[R]):
         return self._by_key.get(key)
 
     def add(self, *key: Any) -> R:
-        """Return the row with this key, which must have been loaded if it exists; otherwise a new row."""
+        """Return the row with this unique key, or create it with the next free id.
+
+        The caller must have loaded the row before if the database has it.
+        """
         row = self._by_key.get(key)
         if row is None:
             row = self._row(self._next_id, *key)
@@ -306,7 +309,9 @@ OTHER = "(other)"
 
 
 class NamesFull(Exception):
-    """The table of names is full, so that a record cannot be read."""
+    """Raised for a record with a new tenant, model or lineage when the table of names has its maximum of rows. The
+    record cannot be stored.
+    """
 
 
 class Names:

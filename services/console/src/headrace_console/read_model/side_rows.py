@@ -230,7 +230,9 @@ class SideRows:
         await upsert_all(tx, tables.hours, HourKey._fields, hours, added=("rewards", "total"))
 
     async def _store_rewards(self, tx: AsyncConnection) -> None:
-        """Write the changed rewards. Revised ones are deleted first, because PostgreSQL has no unique key for them."""
+        """Write the rewards that changed in this batch of records. Rows of rewards that already exist are deleted and
+        inserted again, because PostgreSQL has no unique key for them.
+        """
         table = tables.rewards
         key = tuple_(*(table.c[name] for name in RewardKey._fields))
         for part in portions(self._changed_rewards & self._stored_rewards):

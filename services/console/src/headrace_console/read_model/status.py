@@ -169,7 +169,11 @@ def history_of(history: str | None) -> list[HistoryEntry]:
 
 
 def _completed(rest: list[Any]) -> list[Any]:
-    """Return the values of an outcome's entry after the revision, with defaults for those that the entry lacks."""
+    """Append default values for the optional fields that are missing at the end of a stored training outcome.
+
+    Args:
+        rest: stored fields after the revision, in the order of `_OUTCOME_DEFAULTS`; older outcomes have fewer.
+    """
     return [*rest, *_OUTCOME_DEFAULTS[len(rest) :]]
 
 

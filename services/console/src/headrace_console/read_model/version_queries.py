@@ -58,7 +58,9 @@ class SharedTask:
 
 
 async def version_traffic(tx: AsyncConnection, tenant: int, version: str) -> VersionTraffic:
-    """Return the sums over the newest `SESSIONS_MAX` sessions of a version."""
+    """Return counts of sessions, turns, tokens, thumbs and rewards of a version, summed over its newest `SESSIONS_MAX`
+    sessions.
+    """
     rows = await _newest(tx, tenant, version)
     columns, turns = rows.c, tables.turns
     is_training = columns.flags.bitwise_and(tables.FLAGS["eval"]) == 0

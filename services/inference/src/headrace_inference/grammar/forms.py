@@ -60,12 +60,13 @@ class AnswerForm:
 def form_of(
     response_format: ResponseFormat | None, choice: ToolChoice, tools: Sequence[Tool], *, several: bool
 ) -> AnswerForm | None:
-    """Return the form that a request requires of its answers; None if any answer is allowed.
+    """Return the constraint on the answer that a request sets by its response format and its tool choice: a JSON
+    schema, or calls of certain tools. None if the model may answer freely.
 
     Args:
         choice: the request's `tool_choice`.
         tools: tools that the model may call.
-        several: whether an answer may have more than one call.
+        several: whether one answer may contain more than one tool call.
     """
     if requires_call(choice):
         named = choice.function.name if isinstance(choice, NamedTool) else None

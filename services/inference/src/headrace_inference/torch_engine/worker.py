@@ -90,7 +90,9 @@ class Worker:
         self._batches[batch.model.version] = batch
 
     def remove_batch(self, version: str) -> None:
-        """Remove the batch of a version, whose unfinished sequences fail. Call it in the worker's thread."""
+        """Stop serving a version: remove its batch of running sequences, which fail with `EngineFailed`. Call it in the
+        worker's thread.
+        """
         batch = self._batches.pop(version, None)
         if batch is not None:
             self._send([(sequence, EngineFailed(f"{version} is gone")) for sequence in batch.close()])

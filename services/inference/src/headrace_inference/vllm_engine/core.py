@@ -121,7 +121,9 @@ class Library(Protocol):
 
 @dataclass(eq=False)
 class Core:
-    """An engine core with the versions that it serves: a full version and adapters of it."""
+    """A running vLLM engine process and the versions that it serves: one full version and LoRA adapters for its
+    weights.
+    """
 
     base: str
     started: StartedCore

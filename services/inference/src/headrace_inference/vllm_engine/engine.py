@@ -223,9 +223,9 @@ class VllmEngine:
             stream.put(EngineFailed(f"{version}: {type(error).__name__} while computing"))
 
     def _logprob_function(self, loaded: _Loaded) -> probing.LogprobFunction:
-        """Return a function that computes the logprob of one token with a version.
+        """Return a function that computes the logprob of one next token after a prompt with a loaded version.
 
-        Two functions share no cached prompts.
+        vLLM caches prompts under a key of this function, so that two versions never share a cached prompt.
         """
         salt = f"{loaded.version}/{uuid.uuid4().hex}"
 

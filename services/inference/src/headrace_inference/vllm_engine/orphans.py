@@ -18,7 +18,9 @@ _INTERVAL_S = 0.5
 
 
 def end_with_the_service() -> None:
-    """In a child process of the service, start a thread that watches the service; elsewhere do nothing."""
+    """Make a child process end when the service that started it has died, by a thread that checks its parent. In other
+    processes it does nothing.
+    """
     service = os.environ.get(VARIABLE)
     if service and service != str(os.getpid()) and threading.current_thread() is threading.main_thread():
         threading.Thread(target=_watch, args=(int(service),), name="headrace-orphans", daemon=True).start()

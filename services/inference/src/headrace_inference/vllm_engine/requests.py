@@ -34,7 +34,15 @@ def refuse_unsupported(sampling: Sampling, starts: Sequence[Start]) -> None:
 
 
 def request_of(sampling: Sampling, start: Start, max_tokens: int, *, stream: bool, priority: int = 0) -> Request:
-    """Return the request of one choice that may sample up to `max_tokens` further tokens."""
+    """Return vLLM's parameters for sampling one choice of a call.
+
+    Args:
+        sampling: sampling parameters of the call.
+        start: state from which the choice starts or is resumed.
+        max_tokens: limit of tokens that are still to be sampled.
+        stream: whether tokens are delivered one by one.
+        priority: priority in vLLM's scheduler.
+    """
     ranked = ranked_of(sampling)
     return Request(
         max_tokens=max_tokens,

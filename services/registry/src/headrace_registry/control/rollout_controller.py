@@ -337,7 +337,9 @@ class RolloutController:
                 return statistics
 
     async def _store_statistics(self, rollout: RolloutRecord, statistics: _RolloutStatistics) -> Findings:
-        """Store the present statistics and a point of the chart."""
+        """Compute the rollout's statistics from its evidence, store them with a new point of its chart, and return
+        them.
+        """
         findings = await asyncio.to_thread(statistics.evidence.findings)
         findings = replace(findings, statistics={**findings.statistics, "exposure": rollout.exposure})
         self._gauges.show(rollout, findings)

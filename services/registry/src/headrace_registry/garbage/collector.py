@@ -70,11 +70,15 @@ class GarbageCollector:
         self.lock = asyncio.Lock()
 
     async def run(self, act: audit.AuditedAction, *, dry_run: bool) -> GarbageReport:
-        """Remove the files of retired versions, or only report them with `dry_run`.
+        """Delete the files of retired versions from the blob store, and report which ones.
+
+        Args:
+            act: requester and reason, which the audit log stores for each version whose files are removed.
+            dry_run: whether to report the files only.
 
         Raises:
-            Refused: The saved state of a lineage cannot be read.
-            Unavailable: The blob store is away.
+            Refused: the saved state of a lineage cannot be read, so that it is unknown which files it needs.
+            Unavailable: the blob store does not answer.
         """
         async with self.lock:
             plan_made = await self._plan()

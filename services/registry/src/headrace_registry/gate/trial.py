@@ -59,7 +59,9 @@ class Comparison:
 
 @dataclass(slots=True)
 class SuccessionEvidence:
-    """Evidence that the version `of` is better than the anchor, collected over as many trials as needed."""
+    """Evidence that the version `of` is better than the anchor, which is the earlier version that candidates must not
+    fall behind. It is collected over several trials, until it suffices for `of` to become the anchor.
+    """
 
     of: str
     anchor: str

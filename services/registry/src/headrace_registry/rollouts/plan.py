@@ -79,7 +79,9 @@ class Success(Model):
 
 
 class RolloutStage(Model):
-    """Stage of a rollout: the candidate's share of the units, and the conditions for the next stage or the end."""
+    """Stage of a rollout: which share of the users or sessions the candidate serves, and how many of them and how much
+    time are needed before the next stage.
+    """
 
     share: Annotated[Fraction, Field(gt=0, le=_SHARE_MAX)]
     """The control gets the same share. Only a promotion gives a version all units."""

@@ -186,7 +186,9 @@ async def leave_out(tx: AsyncConnection, prompt: PromptRecord, reason: str) -> N
 
 
 async def record_reading(tx: AsyncConnection, prompt: PromptRecord, reading: Mapping[str, Any]) -> None:
-    """Store the metrics of a prompt, and delete the events of its sessions."""
+    """Store the metrics that were computed from both answers to a shadow's prompt, and delete the stored events of the
+    two sessions that answered it.
+    """
     await tx.execute(update(PROMPTS).where(*_row(prompt)).values(state="read", found=json.dumps(dict(reading))))
     for side in _SIDES:
         await _close(tx, prompt.rollout_id, prompt.unit(side))

@@ -310,7 +310,9 @@ def _is_unmeasured(version: VersionRecord | None, view: ModelView, inputs: Lifec
 
 
 def _measure_or_wait(view: ModelView, inputs: LifecycleInputs) -> Action:
-    """Return the audit of a version that serves and has no score yet, else wait. Called when no version waits."""
+    """Return the next action while no candidate waits for a trial: run the audit tasks with a served version that has
+    no audit score yet, else wait.
+    """
     audit = next_audit(view, inputs)
     if audit is not None:
         return audit

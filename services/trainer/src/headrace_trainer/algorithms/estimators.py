@@ -140,7 +140,16 @@ def estimator(
     credit: Credit | None = None,
     grade: Grade | None = None,
 ) -> Callable[[Compute], Estimator]:
-    """Return a decorator that makes a function an estimator, and declares its needs."""
+    """Return a decorator that declares a function to be an advantage estimator, for registration in `ESTIMATORS`.
+
+    Args:
+        needs: what the estimator requires of the learner and of batches, for example groups of runs.
+        settings: class of its own section `[trainer.advantage.<name>]`, None without settings.
+        signals: parts of an experience that are trained, such as its reward or replies of the user.
+        worth: maps a reward to the value that is compared; by default the reward itself.
+        credit: distributes a branch's advantage over its turns; by default all tokens get the same advantage.
+        grade: gives each of the user's replies a value, which is compared like a reward.
+    """
     return lambda compute: Estimator(compute, needs, settings, signals, worth, credit, grade)
 
 

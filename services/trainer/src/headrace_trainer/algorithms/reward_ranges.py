@@ -222,9 +222,10 @@ class RewardRanges(Model):
         return bounds is None or bounds.winsorise(stray.value) != stray.value
 
     def total(self, limits: RangeLimits) -> Bounds | None:
-        """Return the bounds of the combined rewards, or None when some of the window are outside of them.
+        """Return the range in which combined rewards are expected, derived from the recent ones. None if there is no
+        range, or if some recent rewards lie outside of it.
 
-        In that case several units are in use, and outliers are no errors.
+        In that case rewards of several scales are mixed, and a value outside of the range does not indicate an error.
         """
         if not limits.factor or TOTAL not in self.sources:
             return None

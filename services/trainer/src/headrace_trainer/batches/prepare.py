@@ -191,7 +191,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class IsolatedBatch:
-    """Result of `prepare_isolated`: the batch without the experiences that prevent its preparation."""
+    """A batch from which experiences were removed that make its preparation fail, with the removed experiences."""
 
     items: tuple[WaitingExperience, ...]
     prepared: PreparedBatch | None
@@ -344,7 +344,9 @@ def _compared_value(experience: Experience, example: Example, rules: CorrectionR
 
 
 def _record_update(item: WaitingExperience, update: PendingUpdate, state: LineageState) -> TrainedExperience:
-    """Return the record of an update with a known advantage: a demonstration, a compared answer, or a correction."""
+    """Return the entry of a batch that trains one update whose advantage is known: a demonstration, one of two compared
+    answers, or a correction after a changed reward.
+    """
     entry = state.window.get(item.experience.experience_id)
     assert entry is not None
     assert update.advantage is not None

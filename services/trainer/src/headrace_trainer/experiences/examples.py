@@ -182,7 +182,11 @@ SpanAdvantages = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class CorrectionRules:
-    """Rules by which the missing advantage of an experience is computed after its first training."""
+    """Rules for training an experience again after its reward has changed.
+
+    Its first training used an advantage of the old reward; a correction trains the difference between the advantage of
+    the new reward and that one.
+    """
 
     advantage_max: float
     correction_min: float

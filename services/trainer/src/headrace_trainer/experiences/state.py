@@ -85,7 +85,7 @@ class LineageState:
 
     @property
     def waiting(self) -> Sequence[WaitingExperience]:
-        """Waiting experiences in order of arrival."""
+        """Experiences that were read but not trained yet, in order of arrival."""
         return tuple(self._waiting.values())
 
     @property

@@ -289,7 +289,7 @@ class Lineage:
         return self._go_back(self.state.history.head)
 
     def resume(self) -> None:
-        """Resume training after it has stopped."""
+        """Let training continue after a step beyond a limit of `[trainer.health]` has stopped it."""
         self.health = self.health.after_resume()
 
     def control(self, event: ModelEvent) -> dict[str, tuple[int, ...]]:

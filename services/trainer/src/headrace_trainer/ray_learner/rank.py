@@ -73,13 +73,14 @@ class Rank:
         return int(self._store.port)
 
     def join(self, own_address: str, address: str, port: int, device: str) -> None:
-        """Join the process group. Called in all ranks at once.
+        """Make this process a member of the `torch.distributed` process group of the learner. It blocks until all ranks
+        have joined.
 
         Args:
-            own_address: address of this rank's machine, whose network is used.
+            own_address: address of this rank's machine; it determines the network interface for NCCL and Gloo.
             address: address of the first rank.
-            port: port that `meet` returned.
-            device: device of the ranks.
+            port: port of the first rank's store, as `meet` returned it.
+            device: device of the ranks, `cpu` or `cuda`.
         """
         import torch.distributed as dist
 

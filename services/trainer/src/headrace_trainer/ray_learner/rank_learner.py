@@ -198,7 +198,9 @@ _BUCKET_WEIGHTS = 1 << 25
 
 
 class RankTeam:
-    """Team of all ranks of the default process group (`headrace_trainer.torch_learner.step.Team`)."""
+    """The ranks of the default `torch.distributed` process group, which share the forward and backward passes of each
+    training step. Implements the protocol `headrace_trainer.torch_learner.step.Team`.
+    """
 
     def __init__(self, rank: int, ranks: int, *, sharded: bool) -> None:
         """Create the team for one of its ranks.
@@ -224,7 +226,10 @@ class RankTeam:
 
     @torch.no_grad()
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Sum the gradients of all ranks. With sharded weights FSDP2 has already done so, pass by pass."""
+        """Sum the gradients of all ranks into every rank's `grad` (all-reduce).
+
+        With sharded weights nothing is left to do: FSDP2 has summed them in each backward pass.
+        """
         if self._sharded:
             return
         names = self._with_gradient(parameters)

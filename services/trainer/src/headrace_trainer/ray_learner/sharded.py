@@ -95,7 +95,11 @@ class ShardedPolicy(Policy):
 
 
 def _shard(model: Any, device: torch.device) -> None:
-    """Shard the model. Gradients are summed and not averaged, because the loss is one sum."""
+    """Shard the model's weights over all ranks with FSDP2, one unit per layer.
+
+    Gradients of the ranks are summed and not averaged, because the loss of each rank is a part of one sum over the
+    batch.
+    """
     # No code writes into the placeholder of the head's output (`torch_learner.model.head.intercept`).
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))

@@ -91,10 +91,15 @@ def restore(
     *,
     with_random: bool,
 ) -> dict[str, Tensor]:
-    """Restore weights and optimizer from stored tensors, which are read one at a time. Return the appraiser's state.
+    """Restore weights and optimizer from the tensors of a save, which are read one at a time.
 
     Args:
-        with_random: whether to restore random numbers, too.
+        weights: tensors of the file of weights.
+        state: tensors of the file of the optimizer's state.
+        with_random: whether to restore the random number generators, too.
+
+    Returns:
+        The saved tensors of the estimator of token advantages, for example those of a critic.
     """
     appraiser_tensors = SelectedTensors(state, (name for name in state if name.startswith(_APPRAISER)), _APPRAISER)
     random = SelectedTensors(state, (name for name in state if name.startswith(_RANDOM)), _RANDOM)

@@ -71,7 +71,11 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class ReplyBlock:
-    """Mean logprobs per token of the answers of some runs, measured after each other's replies."""
+    """Mean logprobs per token of `B` answers under the base model: each after every user's reply of the block, and
+    after none.
+
+    Comparing them shows whether an answer became more likely because of its own reply or because of any reply.
+    """
 
     with_reply_BB: Floats
     """The answer of a run (row) after the reply of a run (column)."""

@@ -100,12 +100,13 @@ def split(block: Block, queries: int) -> Iterator[Block]:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, heads: Tensor | None, blocks: tuple[Block, ...], how: Attention
 ) -> Tensor:
-    """Compute attention of equally long sequences, `[B, heads, T, head_dim]`.
+    """Compute attention block by block, without a score matrix of the whole sequence.
 
     Args:
-        heads: A number for each head, which may have a gradient.
-        blocks: The blocks of one sequence.
-        how: Computes the attention of one block.
+        query: `[B, heads, T, head_dim]`, sequences of equal length, as `key` and `value`.
+        heads: attention sink of each head: a learned logit for attending to no token (GPT-OSS). None without sinks.
+        blocks: ranges of queries of a sequence, each with the range of keys that it may attend to.
+        how: function that computes the attention of one block.
     """
     if len(blocks) == 1:
         return how(query, key, value, heads, blocks[0])

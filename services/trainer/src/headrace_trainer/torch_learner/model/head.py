@@ -224,7 +224,9 @@ def logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tup
 
 
 class _Chunked(torch.autograd.Function):
-    """Autograd function of a head that is one matrix. Gradients are summed over chunks in float32, in place."""
+    """Autograd function of the language model head: logprobs and entropies of the target tokens, computed in chunks of
+    positions so that the logits of all positions are never in memory. Weight gradients are accumulated in float32.
+    """
 
     @staticmethod
     def forward(

@@ -79,7 +79,9 @@ def rows_of(tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
 
 
 def _sum_of(parameter: Tensor | None) -> Tensor | None:
-    """Return the tensor that gradients of `parameter` are added to, in float32: its present gradient, or zeros."""
+    """Return the float32 tensor in which the gradient of a parameter is accumulated, created as zeros if there is none.
+    None for a parameter that is not trained.
+    """
     if parameter is None or not parameter.requires_grad:
         return None
     home = masters.home(parameter)

@@ -68,9 +68,10 @@ class AnswerShift:
 
 @dataclass(frozen=True)
 class PackSets:
-    """Token sets of a forward pass.
+    """Allowed tokens of all sampled positions in one forward pass, so that the head computes logprobs among them only.
 
-    Tensors are on the device, arrays on the host, so that no call waits for the device.
+    A position is constrained where a grammar or a cut of the distribution such as `top_p` excluded tokens. Tensors are
+    on the device and arrays on the host, so that no call waits for the device.
     """
 
     restricted_N: Tensor

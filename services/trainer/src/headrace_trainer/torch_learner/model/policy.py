@@ -351,7 +351,11 @@ def _load(folder: Path, compute: ComputeSettings, *, frozen: bool) -> Any:
 
 
 def from_folder(folder: Path, dtype: torch.dtype, attn_implementation: str | None) -> Any:
-    """Load the model with transformers. Raise `SettingError`, also for missing or superfluous weights."""
+    """Load a causal language model from a folder with transformers.
+
+    Raises:
+        SettingError: transformers cannot load it, or weights are missing, superfluous or of another shape.
+    """
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
