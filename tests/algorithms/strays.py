@@ -248,7 +248,7 @@ class _StandInCritic:
             targets_N=torch.zeros(tokens, dtype=torch.long),
             hidden_NH=torch.randn(tokens, self._WIDTH, generator=self._draw),
         )
-        ((values,), _) = self._critic.appraise(cast(Any, _HiddenStates()), cast(Any, [pack]), [], threading.Event())
+        ((values,), _) = self._critic.estimate(cast(Any, _HiddenStates()), cast(Any, [pack]), [], threading.Event())
         self._critic.learn()
         return [float(value) for value in values.advantage_N.reshape(len(rewards), self._TOKENS).mean(1)]
 

@@ -30,7 +30,7 @@ from tests.learning.corrections import AFTER, LAG, Case, CorrectionRun, differin
 from tests.support import tiny_model
 from tests.system.program import Line, Program, Run, between, caught
 from tests.unit.trainer.test_advantages import plus_plus
-from tests.unit.trainer.test_appraisers import check_learns
+from tests.unit.trainer.test_token_estimators import check_learns
 
 Check = Callable[[Path, Path], None]
 """Function that takes an empty folder and the folder of a base model, and raises `AssertionError` if the check fails.

@@ -23,7 +23,7 @@ from headrace.topics import connected
 from headrace_console.read_model import follower, queries, tables
 from headrace_console.read_model.follower import TOPICS, RecordReader, TopicFollower
 from headrace_console.users import Scope
-from headrace_operations.dead_letters import Letter, Selection, read, read_cut
+from headrace_operations.dead_letters import Letter, Selection, read, read_snapshot
 from headrace_operations.from_topics import read_turn_account
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.kafka import topics
@@ -181,7 +181,7 @@ class Desk:
 
     async def letters(self) -> list[Letter]:
         async with connected(self.bus.address) as connection:
-            return [letter async for letter in read(connection, Selection(), await read_cut(connection))]
+            return [letter async for letter in read(connection, Selection(), await read_snapshot(connection))]
 
     async def post(self, path: str, **fields: str) -> str:
         form = {"form_token": await form_token(self.client), **fields}

@@ -23,7 +23,7 @@ from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.engine import Start
 from headrace_inference.grammar.compiler import CompiledGrammar, GrammarCompiler
-from headrace_inference.grammar.forms import AnswerForm, form_of, grammar_of
+from headrace_inference.grammar.forms import AnswerForm, grammar_of, required_form
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.errors import Refused
 from headrace_schemas import Tool
@@ -169,7 +169,7 @@ async def test_forced_calls_are_read_as_calls(
     whole: Counter[int] = Counter()
     cases = ((0, "required", True), (1, "required", False), (2, named, True))
     for (case, choice, several), seed in itertools.product(cases, range(4)):
-        form = form_of(None, choice, (TOOL, OTHER), several=several)  # type: ignore[arg-type]
+        form = required_form(None, choice, (TOOL, OTHER), several=several)  # type: ignore[arg-type]
         assert form is not None
         text, tokens = await answer(engine, models, tokenizer, await compile_form(grammars, tokenizer, form), seed=seed)
         calls = calls_in(text)
@@ -206,7 +206,7 @@ async def test_a_forced_custom_tool_is_held_to_its_grammar(
     text_format = grammar(definition, syntax)
     tools = chat_tools(lenient(), text_format, "required")
     pattern = pattern_of(text_format)
-    form = form_of(None, "required", tools, several=False)
+    form = required_form(None, "required", tools, several=False)
     assert form is not None
     assert pattern is not None
     compiled = await compile_form(grammars, tokenizer, form)
@@ -274,7 +274,7 @@ async def test_reasoning_comes_before_what_is_held(
 async def test_calls_beside_a_typed_answer_are_free_after_their_first_token(
     tokenizer: ChatTokenizer, grammars: GrammarCompiler
 ) -> None:
-    form = form_of(ResponseFormat(type="json_object"), "auto", (TOOL,), several=True)
+    form = required_form(ResponseFormat(type="json_object"), "auto", (TOOL,), several=True)
     assert form is not None
     (guide,) = (await compile_form(grammars, tokenizer, form)).guides
     opening = tag(tokenizer, "<tool_call>")

@@ -33,7 +33,7 @@ from headrace_inference.errors import Overloaded
 from headrace_inference.grammar import compiler
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.grammar.fair_slots import FairSlots
-from headrace_inference.grammar.forms import AnswerForm, form_of
+from headrace_inference.grammar.forms import AnswerForm, required_form
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.errors import Refused
 from headrace_runtime.grammars.trial import GrammarTrial, TrialFailed
@@ -84,7 +84,7 @@ async def test_types_of_pydantic_are_held_as_far_as_a_grammar_can(
     engine: TorchEngine, models: Models, tokenizer: ChatTokenizer, grammars: GrammarCompiler, kind: Any
 ) -> None:
     model: type[BaseModel] = create_model("Answer", value=(kind, ...))
-    form = form_of(ResponseFormat.model_validate(format_of(model.model_json_schema())), None, (), several=True)
+    form = required_form(ResponseFormat.model_validate(format_of(model.model_json_schema())), None, (), several=True)
     assert form is not None
     compiled = await compile_form(grammars, tokenizer, form)
     text, tokens = await answer(engine, models, tokenizer, compiled, max_tokens=200)
@@ -117,7 +117,7 @@ async def test_strict_refuses_what_a_lenient_schema_reports(
     response_format = format_of(keyword_schema("uniqueItems"), **fields)
     context = lenient()
     request = parsed(context, response_format=response_format)
-    form = form_of(request.response_format, None, (), several=True)
+    form = required_form(request.response_format, None, (), several=True)
     assert form is not None
     if fields.get("strict"):
         assert context.ignored == ()

@@ -92,16 +92,16 @@ def rows_of(count: int, *, seed: int = 0, shuffled: bool = False) -> list[Row]:
     return [row(n, (1, 2, 3), (40, 41), (7, name, 3), (token,)) for n, (token, name) in enumerate(zip(right, named))]  # noqa: B905
 
 
-def appraised_teacher(base: Path, rows: list[Row], *, reads: bool = True, **settings: Any) -> HindsightTeacher:
-    """Return a teacher that has appraised `rows` once. Raises `StepRefused`."""
+def teacher_after_use(base: Path, rows: list[Row], *, reads: bool = True, **settings: Any) -> HindsightTeacher:
+    """Return a teacher that has estimated the advantages of `rows` once. Raises `StepRefused`."""
     policy = open_policy(base)
     teacher = HindsightTeacher(HindsightSettings(**settings), 512)
-    teacher.appraise(Reader(policy.collate, reads=reads), [policy.collate(rows)], [], GOING_ON)  # type: ignore[arg-type]
+    teacher.estimate(Reader(policy.collate, reads=reads), [policy.collate(rows)], [], GOING_ON)  # type: ignore[arg-type]
     return teacher
 
 
 def test_a_base_that_reads_replies_has_a_gap(base: Path) -> None:
-    teacher = appraised_teacher(base, rows_of(24))
+    teacher = teacher_after_use(base, rows_of(24))
     assert teacher.measured["hindsight_gap"] == pytest.approx(math.log(10))
     assert teacher.measured["hindsight_gap_chance"] < 0.001
 
@@ -109,7 +109,7 @@ def test_a_base_that_reads_replies_has_a_gap(base: Path) -> None:
 def test_planted_replies_of_others_have_none_in_any_seed(base: Path) -> None:
     for seed in range(8):
         with pytest.raises(StepRefused, match=r"gap between teacher and student is .* nats a token over 24 runs"):
-            appraised_teacher(base, rows_of(24, seed=seed, shuffled=True))
+            teacher_after_use(base, rows_of(24, seed=seed, shuffled=True))
 
 
 def test_planted_a_teacher_that_is_told_nothing_has_a_gap_of_zero_and_is_refused(
@@ -118,10 +118,10 @@ def test_planted_a_teacher_that_is_told_nothing_has_a_gap_of_zero_and_is_refused
     with pytest.raises(
         StepRefused, match=r"is 0 nats a token over 24 runs, and not surely positive: .* in 100\.0% \(at most 0\.8%\)"
     ):
-        appraised_teacher(base, rows_of(24), reads=False)
+        teacher_after_use(base, rows_of(24), reads=False)
     monkeypatch.setattr(teaching, "_prompt_with_reply", lambda row, other=None: row.token_ids_T[~row.loss_mask_T])
     with pytest.raises(StepRefused, match=r"is 0 nats a token over 24 runs"):
-        appraised_teacher(base, rows_of(24))
+        teacher_after_use(base, rows_of(24))
 
 
 def test_a_reply_that_everybody_gives_says_nothing_of_its_own(base: Path) -> None:
@@ -130,20 +130,20 @@ def test_a_reply_that_everybody_gives_says_nothing_of_its_own(base: Path) -> Non
         for contradicted_row in rows_of(24)
     ]
     with pytest.raises(StepRefused, match=r"over 24 runs, and not surely positive"):
-        appraised_teacher(base, same)
+        teacher_after_use(base, same)
 
 
 def test_few_runs_are_not_believed(base: Path) -> None:
     with pytest.raises(StepRefused, match=r"measured on 3 runs, and 4 are needed; raise trainer\."):
-        appraised_teacher(base, rows_of(3))
+        teacher_after_use(base, rows_of(3))
     with pytest.raises(StepRefused, match=r"measured on 0 runs"):
-        appraised_teacher(base, rows_of(1))
+        teacher_after_use(base, rows_of(1))
 
 
 def test_what_was_measured_and_the_guard_set_go_with_the_state(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headrace_trainer.torch_learner.hindsight.GUARD_ANSWERS_MAX", 2)
     accepted = [replace(guard_row, hindsight=None, experience_id=f"a{n}") for n, guard_row in enumerate(rows_of(3))]
-    teacher = appraised_teacher(base, [*rows_of(24), *accepted])
+    teacher = teacher_after_use(base, [*rows_of(24), *accepted])
     (other := HindsightTeacher(HindsightSettings(), 512)).load(teacher.state())
     assert other.gap == teacher.gap
     assert [guard_row.token_ids_T.tolist() for guard_row in other.guard] == [
@@ -221,7 +221,7 @@ def prepared_of(lineage: Lineage, items: Sequence[WaitingExperience]) -> Prepare
 
 
 def teacher_of(lineage: Lineage) -> HindsightTeacher:
-    teacher = torch_learner(lineage)._appraiser
+    teacher = torch_learner(lineage)._token_estimator
     assert isinstance(teacher, HindsightTeacher)
     return teacher
 
@@ -229,7 +229,7 @@ def teacher_of(lineage: Lineage) -> HindsightTeacher:
 def told_of(lineage: Lineage) -> dict[str, Floats]:
     """Return the advantages of each contradicted answer in a step by its experience id."""
     policy, prepared = policy_of(lineage), prepared_of(lineage, lineage.next_batch())
-    packs, _ = teacher_of(lineage).appraise(policy, [policy.collate(list(prepared.batch.rows))], [], GOING_ON)
+    packs, _ = teacher_of(lineage).estimate(policy, [policy.collate(list(prepared.batch.rows))], [], GOING_ON)
     (pack,) = packs
     advantages, rows = pack.advantage_N.double().numpy(), pack.row_N.numpy()
     return {pack_row.experience_id: advantages[rows == n] for n, pack_row in enumerate(pack.rows)}
@@ -348,7 +348,7 @@ def test_a_verdict_that_is_withdrawn_is_taken_back(tmp_path: Path, believing: Ma
     (update,) = lineage.state.pending_updates(item)
     assert update.advantage == -1.0
     policy, prepared = policy_of(lineage), prepared_of(lineage, (item,))
-    _, (back,) = teacher_of(lineage).appraise(policy, [], [policy.collate(list(prepared.batch.rows))], GOING_ON)
+    _, (back,) = teacher_of(lineage).estimate(policy, [], [policy.collate(list(prepared.batch.rows))], GOING_ON)
     assert back.advantage_N.numpy() == pytest.approx(-first[event.experience_id], abs=1e-6), "the teacher stays"
     assert prepared.batch.rows[0].correction
 

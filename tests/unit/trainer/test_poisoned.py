@@ -231,7 +231,7 @@ def test_a_checkpoint_of_an_earlier_release_opens_and_a_poisoned_deviation_is_re
 @pytest.mark.parametrize(("spreads", "is_kept"), [(1.0, True), (1.9, True), (2.1, False), (10.0, False)])
 def test_a_deviation_of_more_than_two_spreads_is_repaired(spreads: float, is_kept: bool) -> None:
     ranges = RewardRanges().absorb([(f"r{n}", event(n, Run(0, 10.0 * (n % 2)))) for n in range(64)], LIMITS)
-    bounds = ranges.total(LIMITS)
+    bounds = ranges.combined_bounds(LIMITS)
     assert bounds is not None
     total = 100 * (spreads * bounds.spread) ** 2
     old = Baselines.model_validate({"squares": {"total": total, "weight": 100.0, "age": 500.0}})

@@ -15,8 +15,8 @@ from headrace_schemas import Experience
 from headrace_schemas.events.experience import PreferenceSide, TurnReward
 from headrace_trainer.batches.batch import Batch, Row, passes
 from tests.unit.trainer.conftest import Make
-from tests.unit.trainer.test_appraisers import check_learns
 from tests.unit.trainer.test_crash import plain_story, tell
+from tests.unit.trainer.test_token_estimators import check_learns
 from tests.unit.trainer.world import World, decision, edit, experience, side, turn, with_signals
 
 GOING_ON = threading.Event()

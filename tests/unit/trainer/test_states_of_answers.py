@@ -46,11 +46,11 @@ def waits(state: LineageState, event: Experience) -> WaitingExperience:
 
 
 def train(
-    state: LineageState, item: WaitingExperience, values: Sequence[tuple[Example, float]], *, reappraised: bool = False
+    state: LineageState, item: WaitingExperience, values: Sequence[tuple[Example, float]], *, reestimated: bool = False
 ) -> None:
     """Record a step that trained each example with its value, which is the baseline, too."""
     trained = [
-        TrainedExperience(item, value, value, 2.0, example=example, reappraised=reappraised)
+        TrainedExperience(item, value, value, 2.0, example=example, reestimated=reestimated)
         for example, value in values
     ]
     state.record_step(trained, Baselines(), 0.5)
@@ -119,11 +119,11 @@ def trained(state: LineageState) -> Entry:
 
 def test_baselines_are_of_the_first_training_of_the_branch_unless_it_is_trained_anew(state: LineageState) -> None:
     terms = []
-    for revision, example, value, reappraised in (
+    for revision, example, value, reestimated in (
         (0, Example(PART, 1.0), 1.0, False), (1, BRANCH, 5.0, False), (2, BRANCH, 7.0, False),
         (3, Example(PART, 1.0), 8.0, False), (4, BRANCH, 9.0, True),
     ):  # fmt: skip
-        train(state, waits(state, word(revision, float(revision))), [(example, value)], reappraised=reappraised)
+        train(state, waits(state, word(revision, float(revision))), [(example, value)], reestimated=reestimated)
         terms.append((trained(state).baseline, trained(state).scale))
     assert terms == [(0.0, 1.0), (5.0, 2.0), (5.0, 2.0), (5.0, 2.0), (9.0, 2.0)]
 
@@ -135,7 +135,7 @@ def test_what_a_token_counted_is_remembered_and_a_correction_counts_the_same(sta
         [usual, replace(usual, example=Example(PART), factor=4.0), replace(usual, token_weight=3.0)], Baselines(), 0.5
     )
     assert [contribution.token_weight for contribution in trained(state).contributions] == [0.5, 2.0, 3.0]
-    assert (usual.correction, usual.reappraised) == (False, False)
+    assert (usual.correction, usual.reestimated) == (False, False)
 
 
 def test_a_row_and_a_contribution_name_the_answer() -> None:

@@ -22,7 +22,7 @@ from headrace_gateway.requests.engine_wire import EngineAnswer, EngineChoice, En
 from headrace_gateway.requests.request_context import IGNORED_HEADER, header_value
 
 Json = dict[str, Any]
-_DONE = client_connection.encode(client_connection.DONE)
+_DONE = client_connection.encode_event(client_connection.DONE)
 
 
 class StreamedAnswer(Protocol):
@@ -189,11 +189,11 @@ class Chunks:
         return _DONE
 
     def broken(self, error: ApiError) -> bytes:
-        return client_connection.encode(error.body)
+        return client_connection.encode_event(error.body)
 
     @staticmethod
     def _event(head: bytes, more: dict[str, object]) -> bytes:
-        return client_connection.encode(head + b"," + to_json(more)[1:])
+        return client_connection.encode_event(head + b"," + to_json(more)[1:])
 
 
 def _head(call: ChatCall, kind: str, version: str) -> dict[str, JsonValue]:

@@ -100,7 +100,7 @@ class Chat:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request. Raises `ApiError` before the status is sent; later errors are reported in the stream."""
         async with self.admission.enter(scope, receive, "chat") as admitted:
-            call, shape = await self.understand(scope, admitted)
+            call, shape = await self.parse_call(scope, admitted)
             if call.identity.shadow_of is not None:
                 self.relay.beside_users(call, _SHADOW_LOAD_MAX)
             call = replace(call, repeats=self.repeated.begin(call))
@@ -112,7 +112,7 @@ class Chat:
             ):
                 await self._serve(call, shape, work, ClientConnection(receive, send))
 
-    async def understand(self, scope: Scope, admitted: AdmittedRequest) -> tuple[ChatCall, AnswerShape]:
+    async def parse_call(self, scope: Scope, admitted: AdmittedRequest) -> tuple[ChatCall, AnswerShape]:
         """Return the call that an admitted request describes, and the shape of its answers. Raises `ApiError`."""
         started_at = self.clock.now()
         bytes_max = self.admission.limits.body_bytes_max(admitted.caller)
@@ -128,7 +128,7 @@ class Chat:
         await self._routing_is_known()
         by_agent = PURPOSE_HEADER not in admitted.headers
         target = self.catalog.resolve(request.model, admitted.caller.may_use, by_agent=by_agent)
-        if target.is_substitute and not self.catalog.names_any_model:
+        if target.is_substitute and not self.catalog.has_default_model:
             context.report("model")
         for name in context.ignored:
             metrics.IGNORED_FIELDS.labels(metric_label(name)).inc()
@@ -311,7 +311,7 @@ class TokenCounting:
         """Return the number of prompt tokens of a call with this body. Raises `ApiError`."""
         chat = self.chat
         async with chat.admission.enter(request.scope, request.receive, "chat") as admitted:
-            call, _ = await chat.understand(request.scope, admitted)
+            call, _ = await chat.parse_call(request.scope, admitted)
             with chat.admission.limits.work(admitted.caller, 1, estimate_tokens(call)) as work:
                 _, transcript = await chat.relay.complete(call)
                 work.used_tokens = len(transcript.prompt_token_ids) + transcript.sampled

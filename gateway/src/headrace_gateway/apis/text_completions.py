@@ -197,17 +197,17 @@ class _Chunks:
                 prompt_ids = self._prompt_ids if is_first else None
                 choices.append(self._pieces.choice(choice, choice.delta.content or "", prompt_ids))
         head, usage = _head(self._call, version), {"usage": None} if self._shows_usage else {}
-        events = client_connection.encode(to_json({**head, "choices": choices, **usage})) if choices else b""
+        events = client_connection.encode_event(to_json({**head, "choices": choices, **usage})) if choices else b""
         if self._shows_usage and chunk.usage is not None:
             counted = chunk.usage.model_dump(exclude_none=True)
-            events += client_connection.encode(to_json({**head, "choices": [], "usage": counted}))
+            events += client_connection.encode_event(to_json({**head, "choices": [], "usage": counted}))
         return events
 
     def end(self) -> bytes:
-        return client_connection.encode(client_connection.DONE)
+        return client_connection.encode_event(client_connection.DONE)
 
     def broken(self, error: ApiError) -> bytes:
-        return client_connection.encode(error.body)
+        return client_connection.encode_event(error.body)
 
 
 class _Pieces:

@@ -218,7 +218,7 @@ class Position:
         self._handle: int | None = None
         self._writes = 0
 
-    def read(self) -> SegmentOffset:
+    def read_position(self) -> SegmentOffset:
         """Return the position up to which the bus has acknowledged the spooled events; the beginning of the first file
         if no valid position is stored.
         """

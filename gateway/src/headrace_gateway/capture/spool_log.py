@@ -206,7 +206,7 @@ class SpoolLog:
 
     def _find(self) -> None:
         """Take over the files of an earlier process."""
-        self._at = self._position.read()
+        self._at = self._position.read_position()
         segments = Segment.existing(self._folder)
         self._number = max([self._at.number, *(segment.number for segment in segments)])
         for segment in segments:

@@ -103,7 +103,7 @@ def _data(event: bytes) -> bytes | None:
     return b"\n".join(lines) if lines else None
 
 
-def encode(data: bytes, kind: str = "") -> bytes:
+def encode_event(data: bytes, kind: str = "") -> bytes:
     """Return the bytes of one server-sent event.
 
     Args:
@@ -121,4 +121,4 @@ def encode(data: bytes, kind: str = "") -> bytes:
 
 def encode_typed(events: Iterable[Mapping[str, Any]]) -> bytes:
     """Return `events` encoded in order, with the field `type` as their kind."""
-    return b"".join(encode(to_json(event), event["type"]) for event in events)
+    return b"".join(encode_event(to_json(event), event["type"]) for event in events)

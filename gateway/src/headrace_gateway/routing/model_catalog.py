@@ -58,7 +58,7 @@ class ModelCatalog:
         self._changed()
 
     @property
-    def names_any_model(self) -> bool:
+    def has_default_model(self) -> bool:
         """Whether the settings name a model (alias `*`) that answers calls of all unknown model names."""
         return ANY_NAME in self._aliases
 

@@ -109,7 +109,7 @@ class Selection:
 
 
 @dataclass(slots=True)
-class Cut:
+class Snapshot:
     """Snapshot of the dead letters for one command: end offsets of the topic `dead-letters`, after which no letter is
     read, and all decisions of operators.
     """
@@ -120,7 +120,7 @@ class Cut:
     """Records on `dead-letters` that could not be parsed: position to problem."""
 
 
-async def read_cut(topics: Topics) -> Cut:
+async def read_snapshot(topics: Topics) -> Snapshot:
     """Read the operators' decisions about dead letters so far, and the present end offsets of the topic `dead-letters`.
 
     Letters that arrive later are not part of the snapshot.
@@ -137,10 +137,10 @@ async def read_cut(topics: Topics) -> Cut:
     decisions = {
         name: tuple(sorted(events.values(), key=lambda decision: decision.number)) for name, events in by_letter.items()
     }
-    return Cut(ends, decisions)
+    return Snapshot(ends, decisions)
 
 
-async def read(topics: Topics, selection: Selection, at: Cut) -> AsyncIterator[Letter]:
+async def read(topics: Topics, selection: Selection, at: Snapshot) -> AsyncIterator[Letter]:
     """Yield each letter of `selection` once, in the order of each partition."""
     seen_ids: set[str] = set()
     async for entry in topics.read(Range(DeadLetter.topic), ends=at.ends):
@@ -226,7 +226,7 @@ Report = Callable[[int, int], None]
 class Plan:
     """The letters that an action applies to. Letters are stored without the refused bytes."""
 
-    at: Cut
+    at: Snapshot
     chosen: dict[str, Letter] = field(default_factory=dict)
     held_back: dict[str, tuple[Letter, str]] = field(default_factory=dict)
     """Letters that cannot be retried, with the reason."""
@@ -246,7 +246,7 @@ async def plan(
     Raises:
         UsageError: an id matches no letter or several letters.
     """
-    result = Plan(await read_cut(topics))
+    result = Plan(await read_snapshot(topics))
     async for letter in read(topics, selection, result.at):
         problem = await retry_problem(letter, force=force) if action == "retry" else None
         if problem is None:

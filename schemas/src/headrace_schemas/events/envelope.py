@@ -99,7 +99,7 @@ class Envelope:
             subject=texts.get("ce_subject") or event.subject,
             traceparent=_trace(texts.get("traceparent")),
             dataref=texts.get(DATAREF_HEADER),
-            after=_after(texts.get("ce_after")),
+            after=_parse_after(texts.get("ce_after")),
             sequence=_number(texts.get(SEQUENCE_HEADER)),
         )
 
@@ -112,7 +112,7 @@ def _trace(value: str | None) -> str | None:
     return value if value and _TRACEPARENT.match(value) else None
 
 
-def _after(value: str | None) -> Mapping[str, int] | None:
+def _parse_after(value: str | None) -> Mapping[str, int] | None:
     """Parse the header `ce_after`, a list like `topic=12,other=3`: end offsets that the event's producer had read.
     Return None if it is missing or malformed.
     """

@@ -247,13 +247,7 @@ class Trainer:
             await self._save(lineage, reporter, publish=lineage.is_version_due)
 
     async def _save(self, lineage: Lineage, reporter: Reporter, *, publish: bool) -> None:
-        """Save weights and state of the lineage durably, then publish the results of the saved steps.
-
-        With the setting `save_beside`, a copy is written while training continues; else this waits until it is written.
-
-        Args:
-            publish: whether the saved weights become a new version.
-        """
+        """Save the lineage durably, then publish the results of its steps; with `publish` also a new version."""
         await self._finish_save(lineage, reporter)
         await self.room.wait(2 * lineage.save_bytes)  # the next save, and the one after it
         save = await self._in_thread(partial(lineage.begin_save, publish=publish))

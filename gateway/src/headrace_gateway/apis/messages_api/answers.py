@@ -275,7 +275,7 @@ class _Events:
         return client_connection.encode_typed(self._writer.end())
 
     def broken(self, error: ApiError) -> bytes:
-        return client_connection.encode(error.anthropic_body(self.headers[REQUEST_ID_HEADER]), "error")
+        return client_connection.encode_event(error.anthropic_body(self.headers[REQUEST_ID_HEADER]), "error")
 
 
 def read_messages(body: bytes, context: RequestContext) -> tuple[ChatRequest, AnswerShape]:

@@ -26,7 +26,7 @@ from headrace_cli.commands.shared import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from headrace_operations.dead_letters import Cut, Letter, Plan, Selection, State
+    from headrace_operations.dead_letters import Letter, Plan, Selection, Snapshot, State
     from headrace_schemas import DeadLetterDecision
 
 
@@ -215,12 +215,12 @@ def discard(
     print_outcome(plan, "would be discarded" if dry_run else "discarded", json)
 
 
-async def _read(bus: str, selection: Selection, *, keep_values: bool = False) -> tuple[list[Letter], Cut]:
+async def _read(bus: str, selection: Selection, *, keep_values: bool = False) -> tuple[list[Letter], Snapshot]:
     from headrace.topics import connected
     from headrace_operations import dead_letters
 
     async with connected(bus) as topics:
-        at = await dead_letters.read_cut(topics)
+        at = await dead_letters.read_snapshot(topics)
         letters = [
             letter if keep_values else letter.without_value()
             async for letter in dead_letters.read(topics, selection, at)
@@ -329,7 +329,7 @@ def _decision(item: DeadLetterDecision) -> str:
     return f"{item.action} {item.time.isoformat()} by {item.by or 'unknown'}{why}"
 
 
-def print_unreadable(at: Cut) -> None:
+def print_unreadable(at: Snapshot) -> None:
     """Warn about records on `dead-letters` that cannot be parsed."""
     if at.unreadable:
         position, problem = next(iter(at.unreadable.items()))

@@ -308,7 +308,7 @@ _IDENTITIES_MAX = 10_000
 OTHER = "(other)"
 
 
-class NamesFull(Exception):
+class NameTableFull(Exception):
     """Raised for a record with a new tenant, model or lineage when the table of names has its maximum of rows. The
     record cannot be stored.
     """
@@ -329,13 +329,13 @@ class Names:
         """Return the number of a tenant, a model or a lineage, a new one if it has none.
 
         Raises:
-            NamesFull: there are too many texts. Rows of different tenants, models and lineages must not be merged.
+            NameTableFull: there are too many texts. Rows of different tenants, models and lineages must not be merged.
         """
         number = self._ids.get(text)
         if number is None:
             most = NAMES_MAX + _REASONS_MAX + _IDENTITIES_MAX
             if len(self._texts) >= most:
-                raise NamesFull(
+                raise NameTableFull(
                     f"console: {most} names are stored, so {text[:100]!r} gets no number and its records are skipped; "
                     "delete the console's database, so that names that are no longer used are dropped"
                 )

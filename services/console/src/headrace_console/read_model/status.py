@@ -157,7 +157,7 @@ def history_of(history: str | None) -> list[HistoryEntry]:
     entries = []
     for lineage, save, kind, revision, *rest in sorted(json.loads(history or "[]"), key=lambda entry: entry[:3]):
         if kind == _OUTCOME:
-            rest = _completed(rest)
+            rest = _with_defaults(rest)
             name, reason = ("trained", 0) if rest[0] is None else ("dropped", rest[1])
         else:
             name, reason = "restored" if kind == _RESTORED else "queued again" if rest[0] else "undone", 0
@@ -168,7 +168,7 @@ def history_of(history: str | None) -> list[HistoryEntry]:
     return entries
 
 
-def _completed(rest: list[Any]) -> list[Any]:
+def _with_defaults(rest: list[Any]) -> list[Any]:
     """Append default values for the optional fields that are missing at the end of a stored training outcome.
 
     Args:
@@ -183,7 +183,7 @@ def outcomes_of(row: ExperienceRow, lineage: int, names: Names) -> LineageOutcom
     entries = [entry for entry in row.history if entry[0] == lineage]
     for _, _, kind, revision, *rest in sorted(entries, key=lambda entry: (entry[1], entry[2])):
         if kind == _OUTCOME:
-            dropped, reason, left_out, *_ = _completed(rest)
+            dropped, reason, left_out, *_ = _with_defaults(rest)
             dropped, reason = (None if number is None else names.text(number) for number in (dropped, reason))
             outcomes.add(revision, RevisionOutcome(dropped, reason, frozenset(left_out)))
         elif kind == _UNDONE:

@@ -57,7 +57,7 @@ class AnswerForm:
     """Whether an answer may have more than one call."""
 
 
-def form_of(
+def required_form(
     response_format: ResponseFormat | None, choice: ToolChoice, tools: Sequence[Tool], *, several: bool
 ) -> AnswerForm | None:
     """Return the constraint on the answer that a request sets by its response format and its tool choice: a JSON

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 from pydantic import BeforeValidator, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from headrace_inference.engine import Sampling
-from headrace_inference.grammar.forms import AnswerForm, form_of
+from headrace_inference.grammar.forms import AnswerForm, required_form
 from headrace_runtime.errors import Refused
 from headrace_runtime.kafka.wire import more_values_than
 from headrace_schemas import Message, Tool
@@ -111,7 +111,7 @@ class ChatRequest(Model):
     def form(self) -> AnswerForm | None:
         """Form that the answers must have; None if any answer is allowed."""
         several = self.parallel_tool_calls is not False
-        return form_of(self.response_format, self.tool_choice, self.offered_tools, several=several)
+        return required_form(self.response_format, self.tool_choice, self.offered_tools, several=several)
 
     @property
     def resumed(self) -> dict[int, ResumedChoice]:

@@ -159,7 +159,7 @@ def plan(view: ModelView, inputs: LifecycleInputs) -> Action:
     missing_updates = _missing_updates(waiting, view, inputs)
     if waiting and not missing_updates:
         return _choose_candidate(waiting, view)
-    fallback = _measure_or_wait(view, inputs)
+    fallback = _audit_or_wait(view, inputs)
     return (
         Wait(rollout_limit or missing_updates)
         if (rollout_limit or missing_updates) and fallback == Wait()
@@ -309,7 +309,7 @@ def _is_unmeasured(version: VersionRecord | None, view: ModelView, inputs: Lifec
     return version.version not in view.audited and version.version not in inputs.unmeasured
 
 
-def _measure_or_wait(view: ModelView, inputs: LifecycleInputs) -> Action:
+def _audit_or_wait(view: ModelView, inputs: LifecycleInputs) -> Action:
     """Return the next action while no candidate waits for a trial: run the audit tasks with a served version that has
     no audit score yet, else wait.
     """

@@ -109,7 +109,7 @@ class Baselines(Model):
         than `_SPREADS_MAX` spreads becomes that of the last rewards. The mean of a task is only examined where
         `rewards` has its rewards of this batch, and all of these are within the bounds.
         """
-        bounds = ranges.total(limits)
+        bounds = ranges.combined_bounds(limits)
         if bounds is None:
             return self.model_copy(update={"ranges": ranges})
         means = {

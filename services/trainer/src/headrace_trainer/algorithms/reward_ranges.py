@@ -221,7 +221,7 @@ class RewardRanges(Model):
         bounds = source_range.bounds(limits)
         return bounds is None or bounds.winsorise(stray.value) != stray.value
 
-    def total(self, limits: RangeLimits) -> Bounds | None:
+    def combined_bounds(self, limits: RangeLimits) -> Bounds | None:
         """Return the range in which combined rewards are expected, derived from the recent ones. None if there is no
         range, or if some recent rewards lie outside of it.
 

@@ -172,7 +172,7 @@ def prepare(
         ]
     )
     trained = tuple(
-        next(first) if update.advantage is None else _record_update(item, update, state) for item, update in trainable
+        next(first) if update.advantage is None else _update_record(item, update, state) for item, update in trainable
     )
     assert {record.waiting.experience.experience_id for record in trained} == {
         item.experience.experience_id for item in items
@@ -343,7 +343,7 @@ def _compared_value(experience: Experience, example: Example, rules: CorrectionR
     return experience.reward if rules.worth is None else rules.worth(experience.reward)
 
 
-def _record_update(item: WaitingExperience, update: PendingUpdate, state: LineageState) -> TrainedExperience:
+def _update_record(item: WaitingExperience, update: PendingUpdate, state: LineageState) -> TrainedExperience:
     """Return the entry of a batch that trains one update whose advantage is known: a demonstration, one of two compared
     answers, or a correction after a changed reward.
     """

@@ -194,9 +194,8 @@ class CorrectionRules:
     """Maps a reward to the value that the algorithm uses."""
     credit: Callable[[float, Sequence[float | None], float, float], SpanAdvantages] | None = None
     """Computes the advantages of the spans, where turns have advantages of their own."""
-    reappraise_lost: bool = False
-    """Whether an example that the weights have lost is appraised like a new one: a critic has changed since the first
-    training."""
+    reestimate_lost: bool = False
+    """Whether an example that was removed from the weights gets new token advantages, as its critic has changed."""
     logprobs: bool = True
     """Whether answers are trained by the logprobs of the policy that sampled them."""
 
@@ -255,7 +254,7 @@ def pending_updates(
     updates: list[PendingUpdate] = []
     for example in examples:
         if example.value is None and (
-            example.part not in trained_parts or (rules.reappraise_lost and example.part not in contributions)
+            example.part not in trained_parts or (rules.reestimate_lost and example.part not in contributions)
         ):
             updates.append(PendingUpdate(example, None))
         else:

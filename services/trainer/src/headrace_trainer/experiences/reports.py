@@ -38,7 +38,7 @@ class TrainedExperience:
     turns: tuple[float, ...] = ()
     """The advantage of each span, where they differ."""
     turn_terms: tuple[float, float] | None = None
-    reappraised: bool = False
+    reestimated: bool = False
     """Whether `baseline` belongs to this training and not to the branch's first one."""
     factor: float = 1.0
     """Weight of the gradient of its tokens relative to a token of the batch: the slope of its loss, and its share in a

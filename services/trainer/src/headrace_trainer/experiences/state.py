@@ -329,7 +329,7 @@ class LineageState:
                 what=record.contribution_detail,
             )
             update: dict[str, object] = {"contributions": (*entry.contributions, contribution)}
-            if not record.example.part and (record.reappraised or all(earlier.part for earlier in entry.contributions)):
+            if not record.example.part and (record.reestimated or all(earlier.part for earlier in entry.contributions)):
                 update |= {"baseline": record.baseline, "scale": record.scale, "turn_terms": record.turn_terms}
             self.window.put(experience.experience_id, entry.model_copy(update=update))
         for name, records in reports.by_experience(trained).items():

@@ -199,7 +199,7 @@ def apply_result(prepared: PreparedBatch, result: StepResult, *, has_teacher: bo
                 loss_advantage=advantage,
                 baseline=float(row.advantage) - advantage,
                 scale=1.0,
-                reappraised=True,
+                reestimated=True,
             )
         if name in result.left_out:
             record = replace(record, advantage=0.0, loss_advantage=0.0, turns=tuple(0.0 for _ in record.turns))

@@ -1,5 +1,5 @@
-"""Appraisers, which compute advantages of tokens, and the critic: the expected reward at each sampled token, and
-advantages from it (GAE).
+"""Estimators of the advantages of single tokens, and the critic: a model that predicts the reward at each sampled
+token, for advantages by GAE.
 
 The value of a token is a linear map of the policy's last hidden state before it. No gradient of it reaches the policy,
 and its optimizer is its own. Formulas are in `headrace_trainer.algorithms.catalog.ppo`.
@@ -48,7 +48,7 @@ def shares(tokens: int, gamma: float, lam: float) -> Floats:
 
 
 class Critic:
-    """`Appraiser` that learns the expected reward at each token.
+    """`TokenAdvantageEstimator` that learns the expected reward at each token.
 
     It is 0 everywhere at first, and draws no random numbers.
     """
@@ -65,22 +65,22 @@ class Critic:
     def measured(self) -> Mapping[str, float]:
         return self._measured
 
-    def appraise(
+    def estimate(
         self, policy: Policy, first: Sequence[Pack], corrections: Sequence[Pack], stop: threading.Event
     ) -> tuple[list[Pack], list[Pack]]:
         self._advantages, self._measured = {}, {}
         self.head.zero_grad()
         count = sum(len(pack.targets_N) for pack in first)
-        appraised, errors = [], 0.0
+        estimated, errors = [], 0.0
         for pack in first:
             if stop.is_set():
                 raise Abandoned
-            advantage_N, error = self._appraise_pack(policy, pack, count)
+            advantage_N, error = self._estimate_pack(policy, pack, count)
             errors += error
-            appraised.append(replace(pack, advantage_N=advantage_N))
+            estimated.append(replace(pack, advantage_N=advantage_N))
         if count:
             self._measured = {"critic_loss": errors / 2}
-        return appraised, [self._discount_correction(pack) for pack in corrections]
+        return estimated, [self._discount_correction(pack) for pack in corrections]
 
     def learn(self) -> Mapping[str, float]:
         gradients = [parameter.grad for parameter in self.head.parameters() if parameter.grad is not None]
@@ -111,7 +111,7 @@ class Critic:
             nn.init.zeros_(parameter)
         return torch.optim.AdamW(self.head.parameters(), lr=self._settings.learning_rate, weight_decay=0.0)
 
-    def _appraise_pack(self, policy: Policy, pack: Pack, count: int) -> tuple[Tensor, float]:
+    def _estimate_pack(self, policy: Policy, pack: Pack, count: int) -> tuple[Tensor, float]:
         """Compute the advantages of a forward pass, and add the gradient of its part of the critic's loss.
 
         Returns:
@@ -143,8 +143,10 @@ class Critic:
         return replace(pack, advantage_N=pack.advantage_N * torch.from_numpy(reward_shares).to(pack.advantage_N))
 
 
-class Appraiser(Protocol):
-    """Interface of an appraiser, which computes advantages of tokens once per step, before the weights change.
+class TokenAdvantageEstimator(Protocol):
+    """Interface of a computation of the advantages of single tokens, once per step before the weights change.
+
+    Implementations are a critic, a teacher model and the hindsight teacher.
 
     Its state is saved with that of the optimizer.
     """
@@ -153,20 +155,20 @@ class Appraiser(Protocol):
     def measured(self) -> Mapping[str, float]:
         """Measurements of the last step."""
 
-    def appraise(
+    def estimate(
         self, policy: Policy, first: Sequence[Pack], corrections: Sequence[Pack], stop: threading.Event
     ) -> tuple[list[Pack], list[Pack]]:
         """Return the forward passes of first trainings and of corrections with `advantage_N` set.
 
-        An appraiser may add passes of its own, whose rows have no name and no weight. Raises `Abandoned` soon after
+        It may add passes of its own, whose rows have no name and no weight. Raises `Abandoned` soon after
         `stop` is set.
         """
 
     def learn(self) -> Mapping[str, float]:
-        """Train the appraiser after a step was taken. Return the advantages for `StepResult.advantages`."""
+        """Train the estimator after a step was taken. Return the advantages for `StepResult.advantages`."""
 
     def state(self) -> dict[str, Tensor]:
         """Return copies of the state on the CPU."""
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a state; an empty one resets the appraiser."""
+        """Restore a state; an empty one resets the estimator."""

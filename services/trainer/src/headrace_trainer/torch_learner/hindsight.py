@@ -41,7 +41,9 @@ _TOKENS, _SHAPES = "guard/tokens", "guard/shapes"
 
 
 class HindsightTeacher:
-    """`Appraiser` of the algorithm `hindsight`. The policy must keep the base in memory (`Policy.keep_reference`)."""
+    """`TokenAdvantageEstimator` of the algorithm `hindsight`. It needs a policy that keeps the base model in memory
+    (`Policy.keep_reference`).
+    """
 
     def __init__(self, settings: HindsightSettings, pack_tokens: int) -> None:
         self._settings = settings
@@ -59,7 +61,7 @@ class HindsightTeacher:
     def measured(self) -> Mapping[str, float]:
         return self._measured
 
-    def appraise(
+    def estimate(
         self, policy: Policy, first: Sequence[Pack], corrections: Sequence[Pack], stop: threading.Event
     ) -> tuple[list[Pack], list[Pack]]:
         """Set the advantages of the tokens of all passes.

@@ -31,7 +31,7 @@ from headrace_trainer.learner import (
 )
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner import teacher, tensors, version_files
-from headrace_trainer.torch_learner.critic import Appraiser, Critic
+from headrace_trainer.torch_learner.critic import Critic, TokenAdvantageEstimator
 from headrace_trainer.torch_learner.hindsight import HindsightTeacher
 from headrace_trainer.torch_learner.model.configuration import first_line
 from headrace_trainer.torch_learner.model.policy import Policy
@@ -124,19 +124,19 @@ class TorchLearner:
         optimizer: Optimizer,
         settings: TrainerSettings,
         served_as: torch.dtype,
-        appraiser: Appraiser | None = None,
+        token_estimator: TokenAdvantageEstimator | None = None,
     ) -> None:
         """Create the learner.
 
         Args:
             served_as: type of the base's own weights, which a version's files have, too.
-            appraiser: computes the advantages of tokens; None for those of rows.
+            token_estimator: computes the advantages of tokens; None for those of rows.
         """
         self.policy = policy
         self.optimizer = optimizer
         self._settings = settings
         self.served_as = served_as
-        self._appraiser = appraiser
+        self._token_estimator = token_estimator
         self._copy: TorchCopy | None = None
         """The last copy, from which the next change of the weights must be kept away."""
 
@@ -171,7 +171,7 @@ class TorchLearner:
                 self.policy.pack_tokens,
                 stop,
                 from_base=from_base,
-                appraiser=self._appraiser,
+                token_estimator=self._token_estimator,
             )
         except (NotFinite, StepRefused, Abandoned, LearnerLost):
             raise
@@ -203,30 +203,30 @@ class TorchLearner:
 
     def freeze(self) -> Frozen:
         """Return the weights and everything else that the next step depends on, as bytes."""
-        return tensors.freeze(self.policy, self.optimizer, self._settings.lineage, self._appraiser_state())
+        return tensors.freeze(self.policy, self.optimizer, self._settings.lineage, self._estimator_state())
 
     def _write_weights(self, folder: Path) -> None:
         tensors.write_weights(folder, self.policy, self._settings.lineage)
 
     def _write_optimizer(self, folder: Path) -> None:
-        tensors.write_optimizer(folder, self.policy, self.optimizer, self._settings.lineage, self._appraiser_state())
+        tensors.write_optimizer(folder, self.policy, self.optimizer, self._settings.lineage, self._estimator_state())
 
-    def _appraiser_state(self) -> Mapping[str, Tensor] | None:
-        return self._appraiser.state() if self._appraiser is not None else None
+    def _estimator_state(self) -> Mapping[str, Tensor] | None:
+        return self._token_estimator.state() if self._token_estimator is not None else None
 
     def restore(self, folder: Path, *, with_random: bool) -> None:
         self._detach_copy()
         weights, state = StoredTensors(folder / WEIGHTS), StoredTensors(folder / OPTIMIZER)
-        appraiser_state = tensors.restore(self.policy, self.optimizer, weights, state, with_random=with_random)
-        if self._appraiser is not None:
-            self._appraiser.load(appraiser_state)
+        estimator_state = tensors.restore(self.policy, self.optimizer, weights, state, with_random=with_random)
+        if self._token_estimator is not None:
+            self._token_estimator.load(estimator_state)
 
     def load(self, folder: Path) -> None:
         self._detach_copy()
         self.policy.load_files(folder)
         self.optimizer.reset()
-        if self._appraiser is not None:
-            self._appraiser.load({})
+        if self._token_estimator is not None:
+            self._token_estimator.load({})
 
     def _write_version(self, folder: Path, base: str) -> None:
         if self.policy.lora:
@@ -260,11 +260,11 @@ def open_learner(folder: Path, settings: TrainerSettings, kind: type[Policy]) ->
     chosen = settings.optimizer.of_size(policy.size, adapters=policy.lora)
     log.info("learning_rate", rate=chosen.rate, parameters=policy.size, adapters=policy.lora)
     optimizer = Optimizer(policy.parameters, chosen, policy.hidden)
-    return TorchLearner(policy, optimizer, settings, version_files.dtype_of(folder), _appraiser(policy, settings))
+    return TorchLearner(policy, optimizer, settings, version_files.dtype_of(folder), _token_estimator(policy, settings))
 
 
-def _appraiser(policy: Policy, settings: TrainerSettings) -> Appraiser | None:
-    """Open the appraiser that the kind of advantage needs, if any. Raises `SettingError`."""
+def _token_estimator(policy: Policy, settings: TrainerSettings) -> TokenAdvantageEstimator | None:
+    """Open the estimator of token advantages that the kind of advantage needs, if any. Raises `SettingError`."""
     if settings.needs.critic:
         if policy.head.unchunked_reason is not None:
             reason = policy.head.unchunked_reason

@@ -28,7 +28,7 @@ from headrace_trainer.algorithms.losses import Compute, LossInputs
 from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch, Row, passes
 from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, NotFinite, StepResult
-from headrace_trainer.torch_learner.critic import Appraiser
+from headrace_trainer.torch_learner.critic import TokenAdvantageEstimator
 from headrace_trainer.torch_learner.measures import Measures
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy
@@ -96,7 +96,7 @@ def train(
     stop: threading.Event,
     *,
     from_base: bool = False,
-    appraiser: Appraiser | None = None,
+    token_estimator: TokenAdvantageEstimator | None = None,
     team: Team = SINGLE_PROCESS,
 ) -> StepResult:
     """Take a training step: change the weights by `batch`. Blocks; runs in the training thread.
@@ -105,7 +105,7 @@ def train(
         pack_tokens: number of tokens in one pass.
         stop: checked between passes.
         from_base: measure the divergence from the base even where the loss does not use it.
-        appraiser: computes the advantages of tokens from those of rows.
+        token_estimator: computes the advantages of tokens from those of rows.
         team: processes that share the passes. Every member must get the same arguments.
 
     Raises:
@@ -114,8 +114,8 @@ def train(
     """
     began = time.perf_counter()
     first, corrections = _collate_passes(policy, batch, pack_tokens, team)
-    if appraiser is not None:
-        first, corrections = appraiser.appraise(policy, first, corrections, stop)
+    if token_estimator is not None:
+        first, corrections = token_estimator.estimate(policy, first, corrections, stop)
     packs = [*corrections, *first]
     starts = _start_logprobs(policy, packs, stop) if settings.updates_per_step > 1 else [None] * len(packs)
     bases = [policy.reference_logprobs(pack) if settings.kl or from_base else None for pack in first]
@@ -145,7 +145,7 @@ def train(
             policy.renew()
             moved = True
     values, left_out = measures.values(batch, numbers)
-    appraised = appraiser.learn() if appraiser is not None else {}
+    estimated = token_estimator.learn() if token_estimator is not None else {}
     seconds = time.perf_counter() - began
     measured = values | {
         "gradient_norm": norm or 0.0,
@@ -154,9 +154,9 @@ def train(
         "step_seconds": seconds,
         "tokens_per_second": sum(row.length for row in batch.rows) / seconds,
     }
-    if appraiser is not None:
-        measured |= appraiser.measured
-    return StepResult(measured, left_out, measures.slopes_by_row(), appraised, moved)
+    if token_estimator is not None:
+        measured |= token_estimator.measured
+    return StepResult(measured, left_out, measures.slopes_by_row(), estimated, moved)
 
 
 def _collate_passes(policy: Policy, batch: Batch, pack_tokens: int, team: Team) -> tuple[list[Pack], list[Pack]]:

@@ -38,7 +38,7 @@ class _ScorePack(Protocol):
 
 
 class Teacher:
-    """`Appraiser` that compares the engine's logprobs with those of another model. It has no state."""
+    """`TokenAdvantageEstimator` that compares the engine's logprobs with those of another model. It has no state."""
 
     def __init__(self, answers: _ScorePack, coefficient: float) -> None:
         self._score = answers
@@ -49,20 +49,20 @@ class Teacher:
     def measured(self) -> Mapping[str, float]:
         return self._measured
 
-    def appraise(
+    def estimate(
         self, policy: Policy, first: Sequence[Pack], corrections: Sequence[Pack], stop: threading.Event
     ) -> tuple[list[Pack], list[Pack]]:
-        appraised, differences = [], []
+        estimated, differences = [], []
         for pack in first:
             if stop.is_set():
                 raise Abandoned
             logprobs_N, usable_N = self._score(pack)
             difference_N = (logprobs_N - pack.behaviour_N).where(usable_N, 0.0)
             differences.append(difference_N)
-            appraised.append(replace(pack, advantage_N=pack.advantage_N * self._coefficient * difference_N))
+            estimated.append(replace(pack, advantage_N=pack.advantage_N * self._coefficient * difference_N))
         if differences:
             self._measured = {"teacher_gap": float(-torch.cat(differences).double().mean())}
-        return appraised, list(corrections)
+        return estimated, list(corrections)
 
     def learn(self) -> Mapping[str, float]:
         return {}

@@ -16,7 +16,7 @@ from headrace_trainer.torch_learner.stored_tensors import SelectedTensors, layou
 
 _OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 _RANDOM = "random/"
-_APPRAISER = "appraiser/"
+_ESTIMATOR = "appraiser/"
 _PIECE_BYTES = 4 << 20
 
 
@@ -27,13 +27,15 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
 
 
-def freeze(policy: Policy, optimizer: Optimizer, lineage: str, appraiser: Mapping[str, Tensor] | None = None) -> Frozen:
+def freeze(
+    policy: Policy, optimizer: Optimizer, lineage: str, token_estimator: Mapping[str, Tensor] | None = None
+) -> Frozen:
     """Return the learner's state as bytes. Equal tensors give equal bytes.
 
     Args:
-        appraiser: state of the appraiser; None without one.
+        token_estimator: state of the estimator of token advantages; None without one.
     """
-    about, (weights, state) = about_state(lineage), _references(policy, optimizer, appraiser)
+    about, (weights, state) = about_state(lineage), _references(policy, optimizer, token_estimator)
     return Frozen(_bytes(weights, about), _bytes(state, about))
 
 
@@ -44,23 +46,27 @@ def write_weights(folder: Path, policy: Policy, lineage: str) -> None:
 
 
 def write_optimizer(
-    folder: Path, policy: Policy, optimizer: Optimizer, lineage: str, appraiser: Mapping[str, Tensor] | None = None
+    folder: Path,
+    policy: Policy,
+    optimizer: Optimizer,
+    lineage: str,
+    token_estimator: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write the optimizer state that `freeze` would return into `folder`, one tensor at a time to save memory."""
-    _, state = _references(policy, optimizer, appraiser)
+    _, state = _references(policy, optimizer, token_estimator)
     write_file(folder / OPTIMIZER, state, about_state(lineage), state.__getitem__)
 
 
 def _references(
-    policy: Policy, optimizer: Optimizer, appraiser: Mapping[str, Tensor] | None
+    policy: Policy, optimizer: Optimizer, token_estimator: Mapping[str, Tensor] | None
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
     """Return the tensors by name of the file of weights and of the file of optimizer states, without copying them.
 
     They change with the learner's next step. The second file also holds the state of the random numbers and the
-    tensors of the appraiser, such as the critic of `ppo`.
+    tensors of the estimator of token advantages, such as the critic of `ppo`.
     """
-    appraiser_tensors = {f"{_APPRAISER}{name}": tensor for name, tensor in (appraiser or {}).items()}
-    return policy.parameters, optimizer.references() | random_state(policy) | appraiser_tensors
+    estimator_tensors = {f"{_ESTIMATOR}{name}": tensor for name, tensor in (token_estimator or {}).items()}
+    return policy.parameters, optimizer.references() | random_state(policy) | estimator_tensors
 
 
 def about_state(lineage: str) -> dict[str, str]:
@@ -101,13 +107,13 @@ def restore(
     Returns:
         The saved tensors of the estimator of token advantages, for example those of a critic.
     """
-    appraiser_tensors = SelectedTensors(state, (name for name in state if name.startswith(_APPRAISER)), _APPRAISER)
+    estimator_tensors = SelectedTensors(state, (name for name in state if name.startswith(_ESTIMATOR)), _ESTIMATOR)
     random = SelectedTensors(state, (name for name in state if name.startswith(_RANDOM)), _RANDOM)
     policy.load(weights)
-    optimizer.load(SelectedTensors(state, (name for name in state if not name.startswith((_APPRAISER, _RANDOM)))))
+    optimizer.load(SelectedTensors(state, (name for name in state if not name.startswith((_ESTIMATOR, _RANDOM)))))
     if with_random:
         set_random_state(policy, {f"{_RANDOM}{name}": value for name, value in random.items()})
-    return dict(appraiser_tensors)
+    return dict(estimator_tensors)
 
 
 def write_file(

@@ -224,9 +224,7 @@ def logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tup
 
 
 class _Chunked(torch.autograd.Function):
-    """Autograd function of the language model head: logprobs and entropies of the target tokens, computed in chunks of
-    positions so that the logits of all positions are never in memory. Weight gradients are accumulated in float32.
-    """
+    """Autograd function of the output head: logprobs and entropies in chunks of tokens, to bound the memory."""
 
     @staticmethod
     def forward(

@@ -38,7 +38,7 @@ def backward(
     tokens = len(hidden_NH)
     logprobs_N, entropy_N = (hidden_NH.new_empty(tokens, dtype=torch.float32) for _ in range(2))
     of_hidden_NH = torch.empty_like(hidden_NH) if hidden_NH.requires_grad else None
-    of_weight_VH, of_bias_V = _sum_of(weight_VH), _sum_of(bias_V)
+    of_weight_VH, of_bias_V = _gradient_buffer(weight_VH), _gradient_buffer(bias_V)
     with torch.autocast(hidden_NH.device.type, enabled=False):
         matrix_VH, rounded_NH = weight_VH.to(dtype), hidden_NH.to(dtype)
         added_V = None if bias_V is None else bias_V.to(dtype)
@@ -78,7 +78,7 @@ def rows_of(tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
     return min(most, max(_SMALLEST, 1 << (tokens - 1).bit_length()))
 
 
-def _sum_of(parameter: Tensor | None) -> Tensor | None:
+def _gradient_buffer(parameter: Tensor | None) -> Tensor | None:
     """Return the float32 tensor in which the gradient of a parameter is accumulated, created as zeros if there is none.
     None for a parameter that is not trained.
     """

@@ -57,9 +57,9 @@ def test_a_critic_learns_what_is_to_be_expected_and_goes_with_the_state(tmp_path
     other = open_lineage(make(algorithm="ppo", lineage="other"), world.blobs, world.clock).learner
     assert isinstance(other, TorchLearner)
     other.restore(tmp_path, with_random=True)
-    assert other._appraiser is not None
-    assert learner._appraiser is not None
-    critic_state, restored_state = learner._appraiser.state(), other._appraiser.state()
+    assert other._token_estimator is not None
+    assert learner._token_estimator is not None
+    critic_state, restored_state = learner._token_estimator.state(), other._token_estimator.state()
     assert critic_state.keys() == restored_state.keys()
     assert all(torch.equal(critic_state[name], restored_state[name]) for name in critic_state)
 
