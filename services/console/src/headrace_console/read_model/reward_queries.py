@@ -79,7 +79,7 @@ async def common_scores(tx: AsyncConnection, tenant: int, since_ms: int) -> Scor
     recent = (
         select(sessions.c.id, sessions.c.model, sessions.c.began_ms)
         .where(sessions.c.tenant == tenant, sessions.c.began_ms >= horizon, reward.scalar_subquery().is_not(None))
-        .where(sessions.c.flags.bitwise_and(tables.FLAGS["eval"]) == 0)
+        .where(tables.is_no_evaluation(sessions.c.flags))
         .order_by(sessions.c.began_ms.desc())
         .limit(SESSIONS_MAX)
         .subquery()

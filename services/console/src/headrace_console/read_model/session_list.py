@@ -135,5 +135,5 @@ def _conditions(selection: Filter) -> dict[str, ColumnElement[bool]]:
         if flag is not None:
             conditions[name] = table.c.flags.bitwise_and(tables.FLAGS[flag]) != 0
     if selection.hides_evaluation:
-        conditions["evaluation"] = table.c.flags.bitwise_and(tables.FLAGS["eval"]) == 0
+        conditions["evaluation"] = tables.is_no_evaluation(table.c.flags)
     return conditions

@@ -148,6 +148,15 @@ FLAGS = {
 """Bits of `sessions.flags`. The last four are outcomes of reward sources."""
 
 
+def is_no_evaluation(flags: ColumnElement[int]) -> ColumnElement[bool]:
+    """Return the condition that a session is no evaluation.
+
+    It is an inequality, because PostgreSQL expects that few rows match an equality of computed values. It would search
+    all sessions of a period where the newest ones suffice.
+    """
+    return flags.bitwise_and(FLAGS["eval"]) != FLAGS["eval"]
+
+
 NAME_START_BYTES = 7
 NAME_START: ColumnElement[bytes] = literal_column(f"substr(name, 1, {NAME_START_BYTES})", LargeBinary)
 """First bytes of a packed id or of the end of a response id, which an index contains in place of all bytes."""

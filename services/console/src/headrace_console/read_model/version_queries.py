@@ -63,7 +63,7 @@ async def version_traffic(tx: AsyncConnection, tenant: int, version: str) -> Ver
     """
     rows = await _newest(tx, tenant, version)
     columns, turns = rows.c, tables.turns
-    is_training = columns.flags.bitwise_and(tables.FLAGS["eval"]) == 0
+    is_training = tables.is_no_evaluation(columns.flags)
     query = select(
         func.count(),
         *(func.coalesce(func.sum(case((columns.thumb == thumb, 1), else_=0)), 0) for thumb in (1, -1)),
