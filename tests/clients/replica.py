@@ -22,7 +22,8 @@ from aiohttp import web
 
 from headrace_collector.closing import build_trajectory
 from headrace_collector.facts import TurnContent, turn_facts
-from headrace_collector.runs import partition_runs, superseded_turns
+from headrace_collector.retries import superseded_turns
+from headrace_collector.runs import partition_runs
 from headrace_inference.chat.exact import ExactPrompts
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer

@@ -17,7 +17,8 @@ import pytest
 
 from headrace_collector.branches import build_branches
 from headrace_collector.facts import TurnContent, turn_facts
-from headrace_collector.runs import SessionRun, partition_runs, superseded_turns
+from headrace_collector.retries import superseded_turns
+from headrace_collector.runs import SessionRun, partition_runs
 from headrace_gateway.access.keys import ALL_SCOPES, Caller
 from headrace_gateway.requests.identity import RequestMetadata, identify
 from headrace_gateway.settings import LimitSettings

@@ -15,7 +15,7 @@ from sqlalchemy import func, select
 from headrace_collector import handlers, schema, store, upkeep
 from headrace_collector.closing import build_trajectory
 from headrace_collector.facts import turn_facts
-from headrace_collector.runs import superseded_turns
+from headrace_collector.retries import superseded_turns
 from headrace_collector.settings import CollectorSettings
 from headrace_schemas import (
     Choice,

@@ -16,7 +16,8 @@ from headrace_collector.branches import build_branches
 from headrace_collector.facts import TurnFacts
 from headrace_collector.feedback_targets import OrderedFeedback, has_judgement
 from headrace_collector.prompts import Prompts
-from headrace_collector.runs import SessionRun, partition_runs, superseded_turns
+from headrace_collector.retries import superseded_turns
+from headrace_collector.runs import SessionRun, partition_runs
 from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.kafka.dead_letters import dead_letter

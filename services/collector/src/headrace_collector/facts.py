@@ -11,7 +11,7 @@ engine cut, without spaces at the ends or without the reasoning, or with a tool 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import blake2b
@@ -109,16 +109,20 @@ class TurnContent:
         sequences = tuple(prompt + token_bytes(choice.token_ids) for choice in turn.choices)
         return cls(prompt, sequences, turn.messages, tuple(choice.message for choice in turn.choices))
 
-    def shared_bytes(self, parent: TurnContent, choice: int) -> int:
-        """Return the size in bytes of the parent's tokens up to this choice if the prompt begins with them; else 0."""
-        history = parent.sequences[choice]
+    def call_ids(self, choice: int) -> frozenset[str]:
+        """Return the ids of the tool calls of the conversation with the answer `choice`."""
+        messages = *self.messages, self.answers[choice]
+        return frozenset(call.id for message in messages for call in message.tool_calls or ())
+
+    def shared_bytes(self, history: bytes) -> int:
+        """Return the size in bytes of the tokens `history` if the prompt begins with them; else 0."""
         return len(history) if self.prompt.startswith(history) else 0
 
-    def shared_calls(self, parent: TurnContent, choice: int) -> int:
-        """Return how many tool calls of the parent's conversation and answer this conversation contains, by their
-        unique ids."""
+    def shared_calls(self, ids: Collection[str]) -> int:
+        """Return how many of the tool calls with these ids the answers in this conversation contain."""
+        if not ids:
+            return 0
         answers = [message for message in self.messages if message.role == "assistant"]
-        ids = {call.id for message in (*parent.messages, parent.answers[choice]) for call in message.tool_calls or ()}
         return sum(any(_has_call(message, [call_id]) for message in answers) for call_id in ids)
 
     def rewrites(self, parent: TurnContent, choice: int, position: int) -> bool:
@@ -129,7 +133,9 @@ class TurnContent:
         echo, answer = self.messages[position], parent.answers[choice]
         if echo.role != "assistant":
             return False
-        if self.shared_bytes(parent, choice) or _has_call(echo, [call.id for call in answer.tool_calls or ()]):
+        if self.shared_bytes(parent.sequences[choice]) or _has_call(
+            echo, [call.id for call in answer.tool_calls or ()]
+        ):
             return True
         one, other = sorted((echo.text.strip(), answer.text.strip()), key=len)
         return bool(one) and (other.startswith(one) or other.endswith(one))

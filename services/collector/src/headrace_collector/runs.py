@@ -1,72 +1,20 @@
-"""Divides the turns of a session into runs, and finds side calls that are no part of its task, and requests that a
-client repeated.
+"""Divides the turns of a session into runs, and finds side calls that are no part of its task.
 
-Pure functions; the order of arrival makes no difference.
+Pure functions; the order of arrival makes no difference. No step costs more than the logarithm of the number of turns:
+a session may have thousands, and a client may send equal ones.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
 
+from headrace_collector.continuations import EqualReplies, Label, Reply
 from headrace_collector.facts import Contents, TurnFacts
+from headrace_collector.retries import superseded_turns
 from headrace_schemas.events.trajectory import NO_TOOLS
-
-
-def superseded_turns(turns: Sequence[TurnFacts]) -> dict[str, str]:
-    """Return the turns that a retry replaced, each with the id of the retry.
-
-    A retry has the digest of the request that it repeats and a higher retry count, and replaces at most one turn:
-    parallel samples have equal digests too, and all of them stay. An answer that the client continued was not
-    superseded. Among several possible turns, the undelivered one is taken, else the one that was captured last.
-
-    Clients that do not count their retries are recognised by `repeats`, which the gateway sets where the client may not
-    have got the answer. If it was delivered, only the conversation of a named session shows that the client used the
-    answer to the repeated request and not the first one.
-    """
-    continued = {digest for turn in turns for digest in turn.prefixes}
-    retries: dict[str, str] = {}
-    for attempts in _by_request(turns):
-        for retry in sorted(attempts, key=lambda turn: turn.order):
-            used_replies = continued.difference(
-                retry.replies
-            )  # an equal answer to the retry does not show which was used
-            possible = [
-                turn
-                for turn in attempts
-                if turn.retry < retry.retry
-                and turn.turn_id not in retries
-                and not (turn.delivered and not used_replies.isdisjoint(turn.replies))
-            ]
-            if possible:
-                superseded = max(
-                    possible, key=lambda turn: (not turn.delivered, turn.retry, turn.log_offset, turn.turn_id)
-                )
-                retries[superseded.turn_id] = retry.turn_id
-    return retries | _uncounted_retries(turns, continued, retries)
-
-
-def _uncounted_retries(turns: Sequence[TurnFacts], continued: Set[bytes], counted: Mapping[str, str]) -> dict[str, str]:
-    by_id = {turn.turn_id: turn for turn in turns}
-    retries: dict[str, str] = {}
-    for retry in sorted(turns, key=lambda turn: turn.order):
-        earlier = by_id.get(retry.repeats or "")
-        if earlier is None or earlier.turn_id in counted or earlier.request_digest != retry.request_digest:
-            continue
-        is_used = not (continued - set(retry.replies)).isdisjoint(earlier.replies)
-        is_replaced = retry.explicit and not is_used and not continued.isdisjoint(retry.replies)
-        if not earlier.delivered or is_replaced:
-            retries[earlier.turn_id] = retry.turn_id
-    return retries
-
-
-def _by_request(turns: Iterable[TurnFacts]) -> Iterable[list[TurnFacts]]:
-    groups: dict[str, list[TurnFacts]] = defaultdict(list)
-    for turn in turns:
-        groups[turn.request_digest].append(turn)
-    return groups.values()
 
 
 def side_call_ids(turns: Sequence[TurnFacts]) -> frozenset[str]:
@@ -82,13 +30,6 @@ def side_call_ids(turns: Sequence[TurnFacts]) -> frozenset[str]:
         if turn.side_call is not None
         and (turn.side_call != NO_TOOLS or (first_messages and turn.opening not in first_messages))
     )
-
-
-Label = tuple[object, ...]
-"""Value that the turns of one run share."""
-
-_Reply = tuple[TurnFacts, int]
-"""A turn and the index of one of its choices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +124,10 @@ class _RunAssignment:
         self._split = len(names) > 1 or not self._explicit
         self._original = {retry: turn for turn, retry in superseded_turns(turns).items()}
         self._label: dict[str, Label] = {}
-        self._by_reply: dict[bytes, list[_Reply]] = defaultdict(list)
-        self._by_request: dict[bytes, list[_Reply]] = defaultdict(list)
+        self._by_reply: dict[_Conversation, EqualReplies] = defaultdict(EqualReplies)
+        self._by_request: dict[_Conversation, list[Reply]] = defaultdict(list)
+        self._tied_requests: Counter[_Conversation] = Counter()
+        """Number of the first turns of each of these lists that are in `ties`."""
         self._continued: Counter[tuple[str, int]] = Counter()
         self.ties: set[str] = set()
 
@@ -193,9 +136,10 @@ class _RunAssignment:
         label = (None if is_side_call else self._explicit_label(turn)) or self._inherited_label(turn)
         self._label[turn.turn_id] = ("after", turn.trajectory_id) if turn.trajectory_id else label
         if self._may_be_joined(turn.turn_id):
+            content = self._contents.get(turn.turn_id)
             for choice, reply in enumerate(turn.replies):
-                self._by_reply[reply].append((turn, choice))
-                self._by_request[turn.prefixes[-1]].append((turn, choice))
+                self._by_reply[self._conversation(turn, reply)].add(turn, choice, self._label[turn.turn_id], content)
+                self._by_request[self._conversation(turn, turn.prefixes[-1])].append((turn, choice))
         return label
 
     def _explicit_label(self, turn: TurnFacts) -> Label | None:
@@ -219,68 +163,63 @@ class _RunAssignment:
         positions = range(turn.messages - 2, -1, -1)
         prefixes = islice(turn.newest_prefixes(), 1, None)
         for position, (prefix, before) in zip(positions, pairwise(chain(prefixes, [b""])), strict=False):
-            replies = self._possible_replies(turn, position, prefix, before)
-            if replies:
-                parent, choice = self._best_parent(turn, replies)
-                self._continued[parent.turn_id, choice] += 1
-                return self._label[parent.turn_id]
+            parent = self._equal_parent(turn, prefix) or self._rewritten_parent(turn, position, before)
+            if parent is not None:
+                self._continued[parent[0].turn_id, parent[1]] += 1
+                return self._label[parent[0].turn_id]
         if self._explicit and turn.turn_id not in self._side_calls:
             return ("session", turn.agent)
         return ("starts", turn.turn_id)
 
-    def _possible_replies(self, turn: TurnFacts, position: int, prefix: bytes, before: bytes) -> list[_Reply]:
-        """Return the answers that a message of `turn` may be: equal ones, or else those that it may rewrite.
-
-        Args:
-            position: position of the message in the turn's prompt.
-            prefix: digest of the prefix that ends with the message.
-            before: digest of the prefix before the message.
-        """
-        equal_replies = self._by_reply.get(prefix, ())
-        replies = [reply for reply in equal_replies if self._have_same_role(turn, reply[0])]
-        if replies or position == 0:
-            return replies
-        requests = self._by_request.get(before, ())
-        replies = [reply for reply in requests if self._have_same_role(turn, reply[0])]
-        if replies and turn.turn_id not in self._contents:
-            self.ties |= {turn.turn_id, *(parent.turn_id for parent, _ in replies)}
-        return [reply for reply in replies if self._rewrites(turn, reply, position)]
-
-    def _rewrites(self, turn: TurnFacts, reply: _Reply, position: int) -> bool:
-        parent, choice = reply
-        if turn.turn_id not in self._contents or parent.turn_id not in self._contents:
-            return False
-        return self._contents[turn.turn_id].rewrites(self._contents[parent.turn_id], choice, position)
-
-    def _have_same_role(self, turn: TurnFacts, other: TurnFacts) -> bool:
-        """Return whether both turns are of the same agent, and either both or none of them are side calls."""
-        return turn.agent == other.agent and (turn.turn_id in self._side_calls) == (other.turn_id in self._side_calls)
-
-    def _best_parent(self, turn: TurnFacts, parents: Sequence[_Reply]) -> _Reply:
-        """Return the answer that the turn continues, among answers to equal conversations.
+    def _equal_parent(self, turn: TurnFacts, prefix: bytes) -> Reply | None:
+        """Return the best of the answers that equal a message of `turn`, or None without one.
 
         The first of these criteria that differs decides: tool calls of the conversation, length of the exact token
         prefix, whether its run is open, and the number of turns that continue it already.
-        """
-        if len({self._label[parent.turn_id] for parent, _ in parents}) > 1:
-            self.ties |= {turn.turn_id, *(parent.turn_id for parent, _ in parents)}
-        return min(
-            parents,
-            key=lambda parent_choice: (
-                *self._evidence_key(turn, *parent_choice),
-                parent_choice[0].trajectory_id is not None,
-                self._continued[parent_choice[0].turn_id, parent_choice[1]],
-                parent_choice[0].log_offset,
-                parent_choice[0].turn_id,
-            ),
-        )
 
-    def _evidence_key(self, turn: TurnFacts, parent: TurnFacts, choice: int) -> tuple[int, int]:
-        """Return a sort key that puts a parent first whose answer is visible in the turn's content."""
-        if turn.turn_id not in self._contents or parent.turn_id not in self._contents:
-            return 0, 0
-        content, history = self._contents[turn.turn_id], self._contents[parent.turn_id]
-        return -content.shared_calls(history, choice), -content.shared_bytes(history, choice)
+        Args:
+            prefix: digest of the prefix that ends with the message.
+        """
+        replies = self._by_reply.get(self._conversation(turn, prefix))
+        if replies is None:
+            return None
+        if len(replies.labels) > 1:
+            self.ties |= {turn.turn_id, *replies.take_new_turn_ids()}
+        return replies.best(self._contents.get(turn.turn_id), self._continued)
+
+    def _rewritten_parent(self, turn: TurnFacts, position: int, before: bytes) -> Reply | None:
+        """Return the best of the answers that a message of `turn` may rewrite, or None without one.
+
+        Args:
+            position: position of the message in the turn's prompt.
+            before: digest of the prefix before the message.
+        """
+        requests = self._by_request.get(self._conversation(turn, before)) if position else None
+        if requests is None:
+            return None
+        content = self._contents.get(turn.turn_id)
+        if content is None:
+            key = self._conversation(turn, before)
+            self.ties |= {turn.turn_id, *(parent.turn_id for parent, _ in requests[self._tied_requests[key] :])}
+            self._tied_requests[key] = len(requests)
+            return None
+        rewritten = EqualReplies()
+        for parent, choice in requests:
+            parent_content = self._contents.get(parent.turn_id)
+            if parent_content is not None and content.rewrites(parent_content, choice, position):
+                rewritten.add(parent, choice, self._label[parent.turn_id], parent_content)
+        if len(rewritten.labels) > 1:
+            self.ties |= {turn.turn_id, *rewritten.take_new_turn_ids()}
+        return rewritten.best(content, self._continued)
+
+    def _conversation(self, turn: TurnFacts, digest: bytes) -> _Conversation:
+        """Return the key of the turns that `turn` may continue: they are of the same agent, and either both or none of
+        them are side calls."""
+        return digest, turn.agent, turn.turn_id in self._side_calls
+
+
+_Conversation = tuple[bytes, str | None, bool]
+"""Digest of a conversation, its sub-agent, and whether it is a side call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,20 +250,35 @@ def groups_by_turn(listings: Sequence[RunListing]) -> dict[str, str]:
     Listings that overlap are one group. Equal run ids do not make a group, because clients count their runs from 0
     again. A listing with another run id than the listings that it overlaps takes its turns out of their group.
     """
-    groups: list[tuple[set[str], RunListing]] = []
-    for listing in _ordered(listings):
-        members = set(listing.turn_ids)
-        remaining = []
-        for group, last in groups:
-            if group.isdisjoint(members):
-                remaining.append((group, last))
-            elif listing.names_another_run_than(last):
-                remaining.append((group - listing.turn_ids, last))
-            else:
-                members |= group
-                listing = listing if listing.run_id else replace(listing, task_id=last.task_id, run_id=last.run_id)
-        groups = [*remaining, (members, listing)]
-    return {turn: min(group) for group, _ in groups for turn in group}
+    group_of: dict[str, _ListedGroup] = {}
+    for number, listing in enumerate(_ordered(listings)):
+        overlapping = {id(group): group for turn in listing.turn_ids if (group := group_of.get(turn)) is not None}
+        merged = _ListedGroup(set(listing.turn_ids), number, listing)
+        group_of |= dict.fromkeys(listing.turn_ids, merged)
+        for group in sorted(overlapping.values(), key=lambda group: group.number):
+            if merged.listing.names_another_run_than(group.listing):
+                group.turn_ids -= listing.turn_ids
+                continue
+            named = merged.listing
+            if not named.run_id:
+                named = replace(named, task_id=group.listing.task_id, run_id=group.listing.run_id)
+            smaller, larger = sorted((merged, group), key=lambda item: len(item.turn_ids))
+            group_of |= dict.fromkeys(smaller.turn_ids, larger)
+            larger.turn_ids |= smaller.turn_ids
+            larger.number, larger.listing = number, named
+            merged = larger
+    groups = {id(group): group for group in group_of.values()}
+    names = {number: min(group.turn_ids) for number, group in groups.items()}
+    return {turn: names[id(group)] for turn, group in group_of.items()}
+
+
+@dataclass(slots=True)
+class _ListedGroup:
+    """Turns of listings that overlap, the number of the last of these, and the run that it names."""
+
+    turn_ids: set[str]
+    number: int
+    listing: RunListing
 
 
 def _ordered(listings: Sequence[RunListing]) -> list[RunListing]:
