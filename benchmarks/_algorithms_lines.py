@@ -16,7 +16,7 @@ from benchmarks._algorithms_users import shuffle_edits, shuffle_preference_sides
 from headrace_operations.controls import kinds
 from headrace_operations.controls.kinds import TRUE, Change
 from headrace_statistics import intervals
-from headrace_statistics.clustered_means import Score, difference, mean
+from headrace_statistics.intervals import Score, difference, mean
 from headrace_trainer.algorithms.presets import ALGORITHMS, Algorithm
 
 EPISODES = 64

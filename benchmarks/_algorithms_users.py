@@ -26,7 +26,7 @@ from email_agent import users
 from email_agent.tasks import Task
 from headrace.rewards.natural_signals import signals
 from headrace_schemas import Branch, Experience, Feedback, Trajectory
-from headrace_schemas.events.experience import Edit, PreferenceSide, TurnReward
+from headrace_schemas.events.trajectory import Edit, PreferenceSide, TurnReward
 from headrace_schemas.values.base import utcnow
 from headrace_scorer.feedback_entries import entries_of, source_reward
 from headrace_scorer.feedback_matching import FeedbackSet

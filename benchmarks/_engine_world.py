@@ -37,7 +37,7 @@ from headrace_schemas.http.answer_form import grammar_of
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.blobs import BlobRef
 from headrace_schemas.values.ids import response_id, session_key
-from headrace_statistics.clustered_means import Score
+from headrace_statistics.intervals import Score
 
 PLAYERS = 64
 """Number of concurrent episodes: those of one step, so that the engine decodes them in one batch."""

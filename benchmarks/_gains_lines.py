@@ -16,7 +16,7 @@ import numpy as np
 from benchmarks._learning_lines import Line
 from benchmarks._run_processes import auroc
 from headrace_statistics import intervals
-from headrace_statistics.clustered_means import Score
+from headrace_statistics.intervals import Score
 
 ROUND = 64
 """Sessions with one version before the next version is trained."""

@@ -18,7 +18,7 @@ from headrace_operations.charts import FAINT, INK, LINE, WRONG, pyplot, save
 from headrace_operations.controls import kinds
 from headrace_operations.controls.kinds import Control
 from headrace_operations.controls.report import Row
-from headrace_statistics.clustered_means import Mean, Score, difference, mean
+from headrace_statistics.intervals import Mean, Score, difference, mean
 
 
 @dataclass(frozen=True)

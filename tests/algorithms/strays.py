@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headrace_runtime.settings.sections import complete
 from headrace_schemas import Experience, RewardPart
-from headrace_schemas.events.experience import TurnReward
+from headrace_schemas.events.trajectory import TurnReward
 from headrace_trainer.algorithms.baselines import Decay
 from headrace_trainer.algorithms.settings import AdvantageSettings, CriticSettings
 from headrace_trainer.batches.prepare import prepare

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_schemas import Branch, Experience, Span
-from headrace_schemas.events.experience import TurnReward
+from headrace_schemas.events.trajectory import TurnReward
 from tests.support import tiny_model
 from tests.unit.trainer.world import experience
 

@@ -30,11 +30,21 @@ if TYPE_CHECKING:
     )
     from headrace_schemas.events.dead_letter import DeadLetter, DeadLetterDecision
     from headrace_schemas.events.envelope import EVENTS
-    from headrace_schemas.events.experience import Edit, Experience, PreferenceSide, RewardPart, TurnReward
     from headrace_schemas.events.feedback import Feedback, SessionEnd
     from headrace_schemas.events.reward import Reward, RewardResult
     from headrace_schemas.events.routing import Arm, LoadedVersion, Probe, Replica, Routing, ServedVersion, TrafficSplit
-    from headrace_schemas.events.trajectory import Branch, Dialogue, LeftOut, Span, Trajectory
+    from headrace_schemas.events.trajectory import (
+        Branch,
+        Dialogue,
+        Edit,
+        Experience,
+        LeftOut,
+        PreferenceSide,
+        RewardPart,
+        Span,
+        Trajectory,
+        TurnReward,
+    )
     from headrace_schemas.events.turn import Choice, SubAgent, TokenGrammar, Turn, UnitAssignment, Usage
     from headrace_schemas.values.base import Event
 else:
@@ -65,7 +75,6 @@ else:
                 "Undone",
             ),
             "headrace_schemas.events.dead_letter": ("DeadLetter", "DeadLetterDecision"),
-            "headrace_schemas.events.experience": ("Edit", "Experience", "PreferenceSide", "RewardPart", "TurnReward"),
             "headrace_schemas.events.feedback": ("Feedback", "SessionEnd"),
             "headrace_schemas.events.reward": ("Reward", "RewardResult"),
             "headrace_schemas.events.routing": (
@@ -77,7 +86,18 @@ else:
                 "ServedVersion",
                 "TrafficSplit",
             ),
-            "headrace_schemas.events.trajectory": ("Branch", "Dialogue", "LeftOut", "Span", "Trajectory"),
+            "headrace_schemas.events.trajectory": (
+                "Branch",
+                "Dialogue",
+                "Edit",
+                "Experience",
+                "LeftOut",
+                "PreferenceSide",
+                "RewardPart",
+                "Span",
+                "Trajectory",
+                "TurnReward",
+            ),
             "headrace_schemas.events.turn": ("Choice", "SubAgent", "TokenGrammar", "Turn", "UnitAssignment", "Usage"),
         },
     )

@@ -13,7 +13,7 @@ import yaml
 from headrace.blocking import blocking
 from headrace.practice import Step
 from headrace.trinity import AgentScopeReActWorkflow, Experience, ModelWrapper, Task, Workflow, run_workflow
-from headrace_integrations.trinity.wrappers import FormatArgs
+from headrace_integrations.trinity.workflows import FormatArgs
 from headrace_operations.trinity_yaml import KEYS, convert, flatten_keys
 from tests.docs.fences import check
 from tests.parity.stage import CONVERTED, EXPLORER, TRAINER, Stage, program, raises

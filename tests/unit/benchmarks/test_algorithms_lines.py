@@ -48,7 +48,7 @@ from email_agent.typed import TYPED_LESSON
 from email_agent.users import THANKS
 from example_parts.react import Episode
 from headrace_schemas import Edit, Experience, Message, PreferenceSide, TurnReward
-from headrace_statistics.clustered_means import Score
+from headrace_statistics.intervals import Score
 from headrace_trainer.algorithms.presets import ALGORITHMS, Algorithm
 from tests.support.turns import after, ask, user
 from tests.unit.trainer import world

@@ -27,7 +27,7 @@ from benchmarks._learning_lines import (
 )
 from benchmarks._swaps_live import SWAPS, TOKENS, Answer, StreamingClients, lines_of
 from benchmarks.signals import seeds_of
-from headrace_statistics.clustered_means import Score
+from headrace_statistics.intervals import Score
 
 SEEDS, TASKS = 5, 148
 NOTHING_LEARNT = {"shuffled": 0.35, "random": 0.35, "learning rate 0": 0.35}

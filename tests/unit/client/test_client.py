@@ -19,7 +19,7 @@ import pytest
 import headrace
 from headrace import ApiError, AsyncClient, Client, Unreachable
 from headrace.blocking import blocking
-from headrace.retries import Retries
+from headrace.errors import Retries
 
 FAST = Retries(attempts=3, first_pause_s=0.001, pause_max_s=0.01)
 Answer = Callable[[httpx2.Request], httpx2.Response]

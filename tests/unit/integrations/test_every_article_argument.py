@@ -29,7 +29,7 @@ from headrace.trinity import Workflow, run_workflow
 from headrace_integrations.practice.sinks import HeadraceSink, TrinitySink
 from headrace_integrations.scenarios.games import GameTrainer, MultiAgentGame
 from headrace_integrations.scenarios.maths import MathAgentTrainer
-from headrace_integrations.trinity.wrappers import EID, FormatArgs, TrinityExperience, TrinityTask
+from headrace_integrations.trinity.workflows import EID, FormatArgs, TrinityExperience, TrinityTask
 from headrace_integrations.tuner import configs
 from tests.unit.integrations.conftest import VERSION, RecordingGatewayStack, Rig
 

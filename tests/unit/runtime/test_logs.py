@@ -10,9 +10,8 @@ import httpx
 import pytest
 import structlog
 
-from headrace_runtime.http import sources as module
 from headrace_runtime.http import web
-from headrace_runtime.http.sources import Sources
+from headrace_runtime.http.web import Sources
 from headrace_runtime.process import logs
 from headrace_runtime.settings.sections import Common, LogSettings
 from headrace_schemas.http.registry_api import SourceList
@@ -78,7 +77,7 @@ class Log:
 @pytest.fixture
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     recorder = Log()
-    monkeypatch.setattr(module, "log", recorder)
+    monkeypatch.setattr(web, "log", recorder)
     return recorder
 
 

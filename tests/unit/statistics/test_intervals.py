@@ -18,8 +18,15 @@ from statistics import NormalDist
 import mpmath
 import pytest
 
-from headrace_statistics.clustered_means import Score, difference, mean
-from headrace_statistics.intervals import ConfidenceSequence, lower_bound, mean_margin, quantile
+from headrace_statistics.intervals import (
+    ConfidenceSequence,
+    Score,
+    difference,
+    lower_bound,
+    mean,
+    mean_margin,
+    quantile,
+)
 
 VALUES = [((7 * index * index + 3 * index) % 11) / 10 for index in range(200)]
 AFTER = (1, 5, 20, 50, 100, 200)

@@ -20,8 +20,7 @@ import torch
 from headrace_runtime.errors import SettingError
 from headrace_schemas import Experience, TrainingMetrics, TrainingOutcome
 from headrace_schemas.events.checkpoint import TurnAdvantage
-from headrace_schemas.events.experience import TurnReward
-from headrace_schemas.events.trajectory import NoLogprobs
+from headrace_schemas.events.trajectory import NoLogprobs, TurnReward
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.algorithms.losses import LOSSES, LossInputs
 from headrace_trainer.batches.batch import Row

@@ -15,7 +15,7 @@ import pytest
 from headrace_runtime.errors import SettingError
 from headrace_schemas import Branch, Experience, Span
 from headrace_schemas.events.chat import FunctionCall, Message, ToolCall
-from headrace_schemas.events.experience import PreferenceSide, TurnReward
+from headrace_schemas.events.trajectory import PreferenceSide, TurnReward
 from headrace_trainer.algorithms.presets import ALGORITHMS
 from headrace_trainer.algorithms.settings import AdvantageSettings
 from headrace_trainer.experiences.examples import examples

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from headrace_schemas import Branch, Experience, Span
-from headrace_schemas.events.experience import PreferenceSide, TurnReward
+from headrace_schemas.events.trajectory import PreferenceSide, TurnReward
 from headrace_trainer.algorithms.presets import Signals
 from headrace_trainer.experiences.admission import AdmissionLimits
 from headrace_trainer.experiences.replies import ReplyReader

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from headrace_schemas.events.experience import RewardPart
+from headrace_schemas.events.trajectory import RewardPart
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.algorithms.reward_ranges import (
     STRAY_AGE_MAX,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from headrace_schemas import Experience
-from headrace_schemas.events.experience import PreferenceSide, TurnReward
+from headrace_schemas.events.trajectory import PreferenceSide, TurnReward
 from headrace_trainer.batches.batch import Batch, Row, passes
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_crash import plain_story, tell

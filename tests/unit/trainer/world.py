@@ -23,7 +23,7 @@ from headrace_schemas import Branch, Checkpoint, Event, Experience, ModelEvent, 
 from headrace_schemas.events.chat import Message
 from headrace_schemas.events.checkpoint import Decision
 from headrace_schemas.events.envelope import Envelope
-from headrace_schemas.events.experience import Edit, NoReward, PreferenceSide, TurnReward
+from headrace_schemas.events.trajectory import Edit, NoReward, PreferenceSide, TurnReward
 from headrace_schemas.values.ids import session_key
 from headrace_trainer.experiences.reports import Offsets
 from headrace_trainer.experiences.state import LineageState

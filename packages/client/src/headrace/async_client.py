@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
-from headrace.errors import HeadraceError
-from headrace.retries import Retries, raise_for_status
+from headrace.errors import HeadraceError, Retries, raise_for_status
 from headrace.sessions import (
     DEFAULT_URL,
     FeedbackDetails,

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, Unpack
 
-from headrace.errors import HeadraceError
-from headrace.retries import Retries, send_with_retries
+from headrace.errors import HeadraceError, Retries, send_with_retries
 from headrace.sessions import (
     DEFAULT_URL,
     FeedbackDetails,

@@ -8,8 +8,7 @@ from urllib.parse import quote
 
 from pydantic import ValidationError
 
-from headrace.errors import Unreachable
-from headrace.retries import Retries, send_with_retries
+from headrace.errors import Retries, Unreachable, send_with_retries
 from headrace_schemas.http.catalog import WHO_HEADER
 from headrace_schemas.http.registry_api import (
     HoldRequest,

@@ -20,9 +20,8 @@ from typing import Any, TextIO
 
 from headrace.client import Client
 from headrace.errors import HeadraceError, UsageError
-from headrace_integrations.practice.agents import run_in_thread
 from headrace_integrations.practice.runs import Play as PlayFunction
-from headrace_integrations.practice.runs import Run
+from headrace_integrations.practice.runs import Run, run_in_thread
 from headrace_integrations.stack import Addresses, Stack
 from headrace_schemas.programs import Play, Played, Tasks
 from headrace_schemas.values.plain_values import plain_number

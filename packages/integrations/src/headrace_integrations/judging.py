@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headrace.errors import UsageError
-from headrace_integrations.practice.agents import text_of
+from headrace_integrations.practice.runs import text_of
 from headrace_integrations.stack import stack_for
 from headrace_integrations.stack.attaching import train_rows
 from headrace_integrations.stack.connection import ENTERED, support

@@ -15,11 +15,10 @@ from pydantic import ValidationError
 
 from headrace_schemas.events.checkpoint import Checkpoint, ModelEvent, TrainingMetrics
 from headrace_schemas.events.dead_letter import DeadLetter, DeadLetterDecision
-from headrace_schemas.events.experience import Experience
 from headrace_schemas.events.feedback import Feedback, SessionEnd
 from headrace_schemas.events.reward import Reward
 from headrace_schemas.events.routing import Replica, Routing
-from headrace_schemas.events.trajectory import Trajectory
+from headrace_schemas.events.trajectory import Experience, Trajectory
 from headrace_schemas.events.turn import Turn
 from headrace_schemas.values.base import Event
 from headrace_schemas.values.blobs import BlobRef

@@ -23,7 +23,7 @@ from headrace_judge.tables import DEADLINE_JOB, STREAM, VERDICT_JOB
 from headrace_judge.trajectory_handler import TrajectoryHandler
 from headrace_judge.worker import BACKOFF_S, JudgeWorker, drop
 from headrace_runtime.errors import SettingError
-from headrace_runtime.http.sources import Sources
+from headrace_runtime.http.web import Sources
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.isolation import each
 from headrace_runtime.stream import stream_service

@@ -24,7 +24,7 @@ from headrace_judge.rubric import Rubric
 from headrace_judge.scoring import Judgement
 from headrace_judge.settings import JudgeSettings
 from headrace_judge.tables import TASK, VERDICT_JOB, PairTask, Task, transact
-from headrace_runtime.http.sources import RETRIED, Sources
+from headrace_runtime.http.web import RETRIED, Sources
 from headrace_runtime.kafka.dead_letters import dead_letter
 from headrace_runtime.kafka.wire import Record
 from headrace_runtime.process import logs

@@ -13,8 +13,8 @@ from statistics import fmean
 from typing import Literal
 
 from headrace_schemas import RewardPart
-from headrace_schemas.events.experience import NoReward
 from headrace_schemas.events.reward import Outcome
+from headrace_schemas.events.trajectory import NoReward
 from headrace_schemas.values.ids import first_fitting, fits, fits_any
 
 PARTS_MAX = 64

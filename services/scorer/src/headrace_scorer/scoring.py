@@ -21,7 +21,7 @@ from pydantic import BaseModel, JsonValue
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.errors import Unavailable
-from headrace_runtime.http.sources import Sources
+from headrace_runtime.http.web import Sources
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage.isolation import process_batch, reason_of
 from headrace_runtime.stream.jobs import Job, Jobs, kind_of_tenant

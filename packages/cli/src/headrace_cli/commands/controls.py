@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from headrace_operations.controls.kinds import Control
     from headrace_operations.controls.report import Report
     from headrace_schemas import Experience
-    from headrace_statistics.clustered_means import Mean
+    from headrace_statistics.intervals import Mean
 
 _RANGE_PANEL = "Experiences"
 

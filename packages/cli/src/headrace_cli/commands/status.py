@@ -79,9 +79,8 @@ def status(
 
 
 def _models(state: RunState, key: str | None) -> tuple[ModelState, ...]:
-    from headrace.errors import HeadraceError
+    from headrace.errors import HeadraceError, Retries
     from headrace.registry import ModelRegistry
-    from headrace.retries import Retries
 
     service = state.services.get("registry")
     if service is None or service.status != "ready":

@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING
 from headrace_schemas.lazy import lazily
 
 if TYPE_CHECKING:
-    from headrace_integrations.hello_agents.pipeline import AgenticRLPipeline
     from headrace_integrations.hello_agents.rewards import create_reward
-    from headrace_integrations.hello_agents.tool import RLTrainingTool
+    from headrace_integrations.hello_agents.tool import AgenticRLPipeline, RLTrainingTool
     from headrace_integrations.practice.data_sets import check_rows
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
             "headrace_integrations.practice.data_sets": ("check_rows",),
-            "headrace_integrations.hello_agents.pipeline": ("AgenticRLPipeline",),
             "headrace_integrations.hello_agents.rewards": ("create_reward",),
-            "headrace_integrations.hello_agents.tool": ("RLTrainingTool",),
+            "headrace_integrations.hello_agents.tool": ("AgenticRLPipeline", "RLTrainingTool"),
         },
     )
 

@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING
 from headrace_schemas.lazy import lazily
 
 if TYPE_CHECKING:
-    from headrace_integrations.practice.agents import asked, call_agent, plugged
-    from headrace_integrations.practice.runs import Run
+    from headrace_integrations.practice.runs import Run, asked, call_agent, plugged
     from headrace_integrations.practice.training import OutcomeWatch, SessionOutcome, Step, practise, train_on_tasks
 else:
     __getattr__, __dir__ = lazily(
         __name__,
         {
-            "headrace_integrations.practice.agents": ("asked", "call_agent", "plugged"),
-            "headrace_integrations.practice.runs": ("Run",),
+            "headrace_integrations.practice.runs": ("Run", "asked", "call_agent", "plugged"),
             "headrace_integrations.practice.training": (
                 "OutcomeWatch",
                 "SessionOutcome",

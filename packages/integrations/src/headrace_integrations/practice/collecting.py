@@ -11,7 +11,7 @@ from typing import Any
 from headrace.blocking import blocking
 from headrace.errors import UsageError
 from headrace.sessions import Purpose
-from headrace_integrations.practice.agents import call_agent, plugged
+from headrace_integrations.practice.runs import call_agent, plugged
 from headrace_integrations.practice.training import OutcomeWatch
 from headrace_integrations.stack import Stack, current
 from headrace_operations.arguments import check_names, real_number, score

@@ -15,8 +15,8 @@ from headrace import rollouts
 from headrace.blocking import blocking
 from headrace.errors import Unreachable, UsageError
 from headrace.topics import Range, connected
-from headrace_integrations.practice.agents import text_of
 from headrace_integrations.practice.collecting import collect_run
+from headrace_integrations.practice.runs import text_of
 from headrace_integrations.stack import current
 from headrace_operations.arguments import check_names, real_number, whole_number
 from headrace_schemas import Reward, Turn

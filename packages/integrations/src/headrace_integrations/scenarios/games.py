@@ -9,9 +9,8 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace.sessions import Purpose
-from headrace_integrations.practice.agents import text_of
 from headrace_integrations.practice.collecting import collect_run
-from headrace_integrations.practice.runs import part_values
+from headrace_integrations.practice.runs import part_values, text_of
 from headrace_integrations.rl.training import OnlineTrainer, TrinityRFT
 from headrace_operations.arguments import whole_number
 

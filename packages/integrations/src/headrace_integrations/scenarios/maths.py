@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.blocking import blocking
-from headrace_integrations.practice.agents import call_agent, plugged, text_of
-from headrace_integrations.practice.runs import Run, part_values
+from headrace_integrations.practice.runs import Run, call_agent, part_values, plugged, text_of
 from headrace_integrations.practice.training import Step, train_on_tasks
 from headrace_integrations.rl.training import TrinityRFT
 from headrace_operations.arguments import whole_number

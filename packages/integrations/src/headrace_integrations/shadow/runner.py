@@ -15,8 +15,7 @@ from typing import Any, Self, TypeVar
 
 from headrace.blocking import LoopThread
 from headrace.errors import HeadraceError, UsageError
-from headrace_integrations.practice.agents import call_agent, run_in_thread
-from headrace_integrations.practice.runs import Run
+from headrace_integrations.practice.runs import Run, call_agent, run_in_thread
 from headrace_integrations.practice.sinks import TrajectorySink
 from headrace_integrations.shadow.selection import (
     SamplingRateStrategy,

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from headrace.async_client import AsyncClient
 from headrace.client import Client
-from headrace.errors import ApiError, UsageError
-from headrace.retries import Retries, send_with_retries
+from headrace.errors import ApiError, Retries, UsageError, send_with_retries
 from headrace_operations.arguments import model_name
 from headrace_schemas.http.catalog import ServeRequest
 from headrace_schemas.http.registry_api import ModelState

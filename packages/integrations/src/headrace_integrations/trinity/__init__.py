@@ -14,21 +14,22 @@ from headrace_schemas.lazy import lazily
 
 if TYPE_CHECKING:
     from headrace_integrations.trinity.workflows import (
+        EID,
         AgentScopeReActAgent,
         AgentScopeReActWorkflow,
+        ModelWrapper,
+        TrinityExperience,
+        TrinityTask,
         Workflow,
         run_workflow,
     )
-    from headrace_integrations.trinity.wrappers import EID, ModelWrapper, TrinityExperience, TrinityTask
-    from headrace_integrations.trinity.wrappers import TrinityExperience as Experience
-    from headrace_integrations.trinity.wrappers import TrinityTask as Task
+    from headrace_integrations.trinity.workflows import TrinityExperience as Experience
+    from headrace_integrations.trinity.workflows import TrinityTask as Task
 else:
     names = {
-        "headrace_integrations.trinity.wrappers": (
-            "EID", "Experience", "ModelWrapper", "Task", "TrinityExperience", "TrinityTask",
-        ),
         "headrace_integrations.trinity.workflows": (
-            "AgentScopeReActAgent", "AgentScopeReActWorkflow", "Workflow", "run_workflow",
+            "EID", "AgentScopeReActAgent", "AgentScopeReActWorkflow", "Experience", "ModelWrapper", "Task",
+            "TrinityExperience", "TrinityTask", "Workflow", "run_workflow",
         ),
     }  # fmt: skip
     __getattr__, __dir__ = lazily(__name__, names)

@@ -14,7 +14,7 @@ from typing import Any
 from headrace_operations.charts import FAINT, INK, LINE, WRONG, pyplot, save
 from headrace_operations.controls.kinds import TRUE, Control
 from headrace_schemas.programs import ShortRun
-from headrace_statistics.clustered_means import Mean, Score, certainty_above, difference, mean
+from headrace_statistics.intervals import Mean, Score, certainty_above, difference, mean
 
 SHARE_MAX = 0.2
 """Largest gain of rewards without information, as a share of the gain of the true reward."""

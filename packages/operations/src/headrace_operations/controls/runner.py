@@ -30,7 +30,7 @@ from headrace_schemas import Checkpoint, Experience, Replica, Routing, ServedVer
 from headrace_schemas.programs import Measure, Measured, ShortRun
 from headrace_schemas.values.errors import InvalidEvent
 from headrace_schemas.values.text import decode_text
-from headrace_statistics.clustered_means import Score
+from headrace_statistics.intervals import Score
 
 Tick = Callable[[str, int, int], None]
 

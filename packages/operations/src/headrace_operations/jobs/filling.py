@@ -24,8 +24,7 @@ from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import Outgoing
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Branch, Experience
-from headrace_schemas.events.experience import PreferenceSide
-from headrace_schemas.events.trajectory import Span
+from headrace_schemas.events.trajectory import PreferenceSide, Span
 from headrace_schemas.programs import WrittenBranch
 from headrace_schemas.values.ids import derived_id, session_key
 

@@ -20,7 +20,7 @@ from hashlib import sha256
 
 from headrace_schemas import Branch, Experience, Span
 from headrace_schemas.events.chat import Message
-from headrace_schemas.events.experience import Edit
+from headrace_schemas.events.trajectory import Edit
 from headrace_trainer.algorithms.estimators import Reply
 from headrace_trainer.algorithms.presets import Signals
 from headrace_trainer.experiences.history import History
