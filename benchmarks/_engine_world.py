@@ -26,7 +26,7 @@ from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import HERMES
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.http.completions import Completions
-from headrace_inference.http.request import ChatRequest
+from headrace_inference.http.wire import ChatRequest
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.process.event_loop import WorkerThreads

@@ -16,7 +16,7 @@ from headrace_trainer.algorithms.loss import DIVERGENCES
 from headrace_trainer.algorithms.losses import LossInputs
 from headrace_trainer.algorithms.settings import AdvantageSettings, LossSettings
 from headrace_trainer.batches.batch import Batch, Row
-from headrace_trainer.torch_learner import critic
+from headrace_trainer.torch_learner import token_advantages
 from headrace_trainer.torch_learner.model import forward
 from tests.algorithms import oracle
 from tests.algorithms.oracle import FORMULAS, Floats, SequenceTerms, aggregated, divergence
@@ -266,7 +266,7 @@ def critic_difference(seed: int, gamma: float, lam: float) -> float:
     """Compare GAE with the sum that it stands for."""
     generator = np.random.default_rng(seed)
     values, reward = generator.normal(0, 1, 12), float(generator.normal())
-    advantages, returns = critic.gae(values, reward, gamma, lam)
+    advantages, returns = token_advantages.gae(values, reward, gamma, lam)
     expected = oracle.gae(values, reward, gamma, lam)
     return float(max(np.abs(advantages - expected).max(), np.abs(returns - expected - values).max()))
 
@@ -276,7 +276,7 @@ def revision_difference(seed: int, gamma: float, lam: float) -> float:
     generator = np.random.default_rng(seed)
     values, old, new = generator.normal(0, 1, 9), 0.25, -1.5
     difference = oracle.gae(values, new, gamma, lam) - oracle.gae(values, old, gamma, lam)
-    return float(np.abs(critic.shares(9, gamma, lam) * (new - old) - difference).max())
+    return float(np.abs(token_advantages.shares(9, gamma, lam) * (new - old) - difference).max())
 
 
 def _group(kind: str, rewards: Sequence[float], settings: AdvantageSettings) -> oracle.Floats:

@@ -23,7 +23,7 @@ from headrace_trainer.algorithms.presets import ALGORITHMS
 from headrace_trainer.batches import batch, prepare
 from headrace_trainer.experiences import examples, waiting
 from headrace_trainer.lineage import culprits
-from headrace_trainer.torch_learner import critic
+from headrace_trainer.torch_learner import token_advantages
 from headrace_trainer.torch_learner.model import forward
 from tests.algorithms import losses, strays, stream, weights
 from tests.algorithms.losses import CASES
@@ -135,8 +135,10 @@ def _first_of_all() -> contextlib.AbstractContextManager[Any]:
 
 
 def _undiscounted() -> contextlib.AbstractContextManager[Any]:
-    sound = critic.gae
-    return mock.patch.object(critic, "gae", lambda values, reward, gamma, _lam: sound(values, reward, gamma, 1.0))
+    sound = token_advantages.gae
+    return mock.patch.object(
+        token_advantages, "gae", lambda values, reward, gamma, _lam: sound(values, reward, gamma, 1.0)
+    )
 
 
 @contextlib.contextmanager

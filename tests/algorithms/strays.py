@@ -29,7 +29,7 @@ from headrace_trainer.experiences.admission import CORRECTION_MIN, AdmissionLimi
 from headrace_trainer.experiences.examples import CorrectionRules
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.settings import MemorySettings
-from headrace_trainer.torch_learner.critic import Critic
+from headrace_trainer.torch_learner.token_advantages import Critic
 from tests.unit.trainer.test_history import chain, name
 from tests.unit.trainer.world import START, experience
 

@@ -31,7 +31,7 @@ from headrace_inference.chat.tool_calls import CLOSE, HERMES, OPEN
 from headrace_inference.engine import NOBODY, Sampling, Share, Start
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.http.completions import Completions
-from headrace_inference.http.request import parse
+from headrace_inference.http.wire import parse
 from headrace_runtime.errors import Refused
 from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_runtime.storage import versions

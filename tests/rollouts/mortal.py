@@ -22,7 +22,7 @@ from headrace_registry.storage.tables import MODELS
 from headrace_registry.versions.transition import Transition
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import Outgoing
-from headrace_runtime.stream.outbox import Outbox
+from headrace_runtime.stream.delivery import Outbox
 from headrace_schemas import Arm, ModelEvent, Routing, TrafficSplit
 
 FOLDER, FAULT = "MORTAL_FOLDER", "MORTAL_FAULT"

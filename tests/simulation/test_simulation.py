@@ -25,8 +25,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_gateway.capture.publisher import Publisher
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.kafka.wire import Outgoing
+from headrace_runtime.stream.delivery import Outbox
 from headrace_runtime.stream.faust_host import FaustHost, _record
-from headrace_runtime.stream.outbox import Outbox
 from headrace_schemas import Event
 from headrace_scorer import feedback_matching
 from headrace_scorer.feedback_matching import ClosedRuns, FeedbackSet, PlacedFeedback
@@ -136,7 +136,7 @@ PLANTED: Mapping[str, Planted] = {
         frozenset({"liveness", "account"}),
     ),
     "outbox in memory": Planted(
-        _bug("headrace_runtime.stream.outbox.Outbox.add", _only_in_memory),
+        _bug("headrace_runtime.stream.delivery.Outbox.add", _only_in_memory),
         frozenset({"account", "whole_runs", "p10_late", "p11_loud", "liveness"}),
     ),
     "ends do not wait": Planted(

@@ -17,7 +17,7 @@ from headrace_judge.settings import JudgeSettings
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
-from headrace_runtime.stream.outbox import Outbox
+from headrace_runtime.stream.delivery import Outbox
 from headrace_runtime.stream.processor import Processor
 from headrace_runtime.stream.stream_service import StreamService
 from headrace_schemas import Branch, Dialogue, Message, Reward, Span, Trajectory

@@ -25,7 +25,7 @@ from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
 from headrace_runtime.storage.tables import StreamTables
-from headrace_runtime.stream.outbox import Outbox
+from headrace_runtime.stream.delivery import Outbox
 from headrace_runtime.stream.processor import Handler, Processor, ProcessorLimits, Step
 from headrace_schemas import Event, Reward
 from headrace_schemas.events.envelope import Envelope

@@ -30,8 +30,7 @@ if TYPE_CHECKING:
     )
     from headrace_schemas.events.dead_letter import DeadLetter, DeadLetterDecision
     from headrace_schemas.events.envelope import EVENTS
-    from headrace_schemas.events.feedback import Feedback, SessionEnd
-    from headrace_schemas.events.reward import Reward, RewardResult
+    from headrace_schemas.events.feedback import Feedback, Reward, RewardResult, SessionEnd
     from headrace_schemas.events.routing import Arm, LoadedVersion, Probe, Replica, Routing, ServedVersion, TrafficSplit
     from headrace_schemas.events.trajectory import (
         Branch,
@@ -75,8 +74,7 @@ else:
                 "Undone",
             ),
             "headrace_schemas.events.dead_letter": ("DeadLetter", "DeadLetterDecision"),
-            "headrace_schemas.events.feedback": ("Feedback", "SessionEnd"),
-            "headrace_schemas.events.reward": ("Reward", "RewardResult"),
+            "headrace_schemas.events.feedback": ("Feedback", "Reward", "RewardResult", "SessionEnd"),
             "headrace_schemas.events.routing": (
                 "Arm",
                 "LoadedVersion",

@@ -23,7 +23,7 @@ from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.engine import Sampling, Start
 from headrace_inference.errors import Overloaded, PromptEmpty, TokenOutOfVocabulary
 from headrace_inference.fleet import _report_tokens_without_row
-from headrace_inference.http.request import ChatRequest
+from headrace_inference.http.wire import ChatRequest
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.storage.versions import file_digest, template_digest
 from headrace_schemas.events.chat import Sampling as RecordedSampling

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 
 from headrace_judge import app, rubric
 from headrace_judge.endpoint import OWN_SESSIONS
-from headrace_judge.trajectory_handler import is_sampled
+from headrace_judge.worker import is_sampled
 from headrace_runtime.errors import SettingError
 from headrace_runtime.http import web
 from headrace_schemas import DeadLetter
@@ -245,7 +245,7 @@ async def test_poison_is_dead_lettered_and_nothing_else_is_lost(llm: FakeLLM, da
 
 async def test_what_is_not_judged_says_so(llm: FakeLLM, data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     silent = trajectory("silent", messages=said(("user", "Hello?")))
-    monkeypatch.setattr("headrace_judge.trajectory_handler.QUEUE_MAX", 2)
+    monkeypatch.setattr("headrace_judge.worker.QUEUE_MAX", 2)
     async with judge(settings(llm, sample_rate=0.5), data_dir) as rig:
         await rig.stop()
         selected = [name for name in (f"t{n}" for n in range(20)) if is_sampled(name, 0.5)][:3]

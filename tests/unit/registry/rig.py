@@ -34,7 +34,7 @@ from headrace_runtime.kafka.wire import Outgoing, Record
 from headrace_runtime.settings.sections import BusSettings, Common, DatabaseSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
-from headrace_runtime.stream.outbox import Outbox
+from headrace_runtime.stream.delivery import Outbox
 from headrace_runtime.stream.processor import Handler, Processor, ProcessorLimits
 from headrace_schemas import EVENTS, Checkpoint, DeadLetter, Event, LoadedVersion, ModelEvent, Probe, Replica, Routing
 from headrace_schemas.events.envelope import Envelope

@@ -26,7 +26,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
 from headrace_runtime.storage.disk import DiskGuard
 from headrace_runtime.storage.tables import StreamTables
-from headrace_runtime.stream.outbox import Outbox
+from headrace_runtime.stream.delivery import Outbox
 from headrace_runtime.stream.processor import Handling
 from headrace_schemas import DeadLetter, Event, Reward
 from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX

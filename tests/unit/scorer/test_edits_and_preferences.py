@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from headrace_runtime.http import web
 from headrace_runtime.settings.sections import Common
 from headrace_schemas import Experience, Feedback, Message, Reward, RewardResult
+from headrace_schemas.events.feedback import Outcome
 from headrace_schemas.events.opinion import ComparedAnswer, Preference
-from headrace_schemas.events.reward import Outcome
 from headrace_schemas.values import ids
 from headrace_schemas.values.ids import fits
 from headrace_scorer import api

@@ -15,8 +15,7 @@ from pydantic import ValidationError
 
 from headrace_schemas.events.checkpoint import Checkpoint, ModelEvent, TrainingMetrics
 from headrace_schemas.events.dead_letter import DeadLetter, DeadLetterDecision
-from headrace_schemas.events.feedback import Feedback, SessionEnd
-from headrace_schemas.events.reward import Reward
+from headrace_schemas.events.feedback import Feedback, Reward, SessionEnd
 from headrace_schemas.events.routing import Replica, Routing
 from headrace_schemas.events.trajectory import Experience, Trajectory
 from headrace_schemas.events.turn import Turn

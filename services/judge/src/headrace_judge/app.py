@@ -20,8 +20,7 @@ from headrace_judge.rubric import load_all
 from headrace_judge.run_transcript import Prompts
 from headrace_judge.settings import EndpointSettings, JudgeSettings
 from headrace_judge.tables import DEADLINE_JOB, STREAM, VERDICT_JOB
-from headrace_judge.trajectory_handler import TrajectoryHandler
-from headrace_judge.worker import BACKOFF_S, JudgeWorker, drop
+from headrace_judge.worker import BACKOFF_S, JudgeWorker, TrajectoryHandler, drop
 from headrace_runtime.errors import SettingError
 from headrace_runtime.http.web import Sources
 from headrace_runtime.settings.sections import Common

@@ -29,8 +29,8 @@ from headrace_runtime.process.programs import Lines
 from headrace_runtime.settings.sections import Common, DatabaseSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database, migrate
+from headrace_runtime.stream.delivery import Outbox
 from headrace_runtime.stream.jobs import Jobs
-from headrace_runtime.stream.outbox import Outbox
 from headrace_runtime.stream.processor import Processor
 from headrace_runtime.stream.stream_service import StreamService
 from headrace_schemas import Event, Reward, Trajectory

@@ -35,7 +35,7 @@ from headrace_runtime.storage import disk
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database, migrate
 from headrace_runtime.storage.isolation import ItemIsolation
-from headrace_runtime.stream.outbox import Outbox
+from headrace_runtime.stream.delivery import Outbox
 from headrace_runtime.stream.processor import Handler, Processor, ProcessorLimits
 from headrace_schemas import Checkpoint, Feedback, Replica, Reward, Routing, Trajectory, Turn
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
 from headrace_schemas import Branch, Edit, Feedback, Message, PreferenceSide, TurnReward
+from headrace_schemas.events.feedback import Outcome
 from headrace_schemas.events.opinion import values_of
-from headrace_schemas.events.reward import Outcome
 from headrace_schemas.values.ids import derived_id, fits_any
 from headrace_scorer.feedback_matching import FeedbackSet
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward

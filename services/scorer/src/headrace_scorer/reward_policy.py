@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Literal
 
 from headrace_schemas import RewardPart
-from headrace_schemas.events.reward import Outcome
+from headrace_schemas.events.feedback import Outcome
 from headrace_schemas.events.trajectory import NoReward
 from headrace_schemas.values.ids import first_fitting, fits, fits_any
 

@@ -27,7 +27,7 @@ from headrace.errors import HeadraceError, UsageError
 from headrace.producing import Outgoing, Producer, client_options, producing, unreachable
 from headrace.topics import event_of
 from headrace_schemas import Reward, RewardResult, Trajectory
-from headrace_schemas.events.reward import Outcome
+from headrace_schemas.events.feedback import Outcome
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.errors import InvalidEvent
 from headrace_schemas.values.plain_values import describe_error, plain_number

@@ -28,8 +28,7 @@ from headrace_runtime.storage.disk import DiskGuard
 from headrace_runtime.storage.isolation import is_fatal, isolate, reason_of
 from headrace_runtime.storage.tables import StreamTables, delete_batch, upsert
 from headrace_runtime.stream import delivery
-from headrace_runtime.stream.delivery import HeldRecords, RecordToHold, position
-from headrace_runtime.stream.outbox import Outbox
+from headrace_runtime.stream.delivery import HeldRecords, Outbox, RecordToHold, position
 from headrace_runtime.stream.pausing import REMEDY, TenantLimits
 from headrace_runtime.stream.steps import (
     DEFAULT_LIMITS,

@@ -19,8 +19,8 @@ from headrace_runtime.storage import disk
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database, migrate
 from headrace_runtime.storage.tables import StreamTables
+from headrace_runtime.stream.delivery import Outbox
 from headrace_runtime.stream.faust_host import FaustHost
-from headrace_runtime.stream.outbox import Outbox
 from headrace_runtime.stream.pausing import resume_route
 from headrace_runtime.stream.processor import Handler, Processor, ProcessorLimits, Step, StepFailed, run_until_finished
 from headrace_runtime.stream.steps import DEFAULT_LIMITS

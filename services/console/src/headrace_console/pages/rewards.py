@@ -22,7 +22,7 @@ from headrace_console.read_model.reward_queries import (
     rewards_by_source,
 )
 from headrace_runtime.clock import epoch_ms
-from headrace_schemas.events.reward import Outcome
+from headrace_schemas.events.feedback import Outcome
 
 OUTCOMES = get_args(Outcome)
 _FAILURES = ("failed", "parse_error", "timed_out")

@@ -19,7 +19,7 @@ from headrace_console.read_model.session_list import Filter, Position, SessionPa
 from headrace_console.users import User
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.errors import Refused
-from headrace_schemas.events.reward import Outcome
+from headrace_schemas.events.feedback import Outcome
 from headrace_schemas.values.ids import session_key
 from headrace_schemas.values.plain_values import plain_number
 from headrace_schemas.values.text import printable

@@ -17,7 +17,7 @@ from headrace_inference.errors import EngineFailed, TokenOutOfVocabulary
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.grammar.forms import AnswerForm
 from headrace_inference.http import wire
-from headrace_inference.http.request import ChatRequest
+from headrace_inference.http.wire import ChatRequest
 from headrace_runtime.errors import Refused
 from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_schemas import TokenGrammar

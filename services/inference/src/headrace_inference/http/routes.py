@@ -21,7 +21,7 @@ from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.engine import Share
 from headrace_inference.errors import EngineFailed, Overloaded
 from headrace_inference.http.completions import Completions
-from headrace_inference.http.request import ChatRequest, parse
+from headrace_inference.http.wire import ChatRequest, parse
 from headrace_runtime.errors import Refused
 from headrace_runtime.http import web
 from headrace_runtime.process import logs

@@ -30,8 +30,7 @@ from headrace_trainer.learner import (
     WholeCopy,
 )
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.torch_learner import teacher, tensors, version_files
-from headrace_trainer.torch_learner.critic import Critic, TokenAdvantageEstimator
+from headrace_trainer.torch_learner import tensors, version_files
 from headrace_trainer.torch_learner.hindsight import HindsightTeacher
 from headrace_trainer.torch_learner.model.configuration import first_line
 from headrace_trainer.torch_learner.model.policy import Policy
@@ -39,6 +38,7 @@ from headrace_trainer.torch_learner.native import NativeComparison, NativeLogpro
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.step import train
 from headrace_trainer.torch_learner.stored_tensors import StoredTensors
+from headrace_trainer.torch_learner.token_advantages import Critic, TokenAdvantageEstimator, open_teacher
 
 log = get_logger(__name__)
 _MEMORY_REMEDY = "free memory on the device, or lower trainer.compute.pack_tokens"
@@ -274,7 +274,7 @@ def _token_estimator(policy: Policy, settings: TrainerSettings) -> TokenAdvantag
         return Critic(width, settings.critic, policy.device)
     if settings.needs.hindsight:
         return _hindsight(settings, policy.pack_tokens)
-    return teacher.open_teacher(policy, settings) if settings.needs.teacher else None
+    return open_teacher(policy, settings) if settings.needs.teacher else None
 
 
 def _hindsight(settings: TrainerSettings, pack_tokens: int) -> HindsightTeacher:

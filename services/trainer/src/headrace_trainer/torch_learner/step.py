@@ -28,12 +28,12 @@ from headrace_trainer.algorithms.losses import Compute, LossInputs
 from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch, Row, passes
 from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, NotFinite, StepResult
-from headrace_trainer.torch_learner.critic import TokenAdvantageEstimator
 from headrace_trainer.torch_learner.measures import Measures
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.stored_tensors import gather
+from headrace_trainer.torch_learner.token_advantages import TokenAdvantageEstimator
 
 IDLE = Row(
     "",
