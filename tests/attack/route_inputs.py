@@ -59,9 +59,8 @@ def http_input(turns: KnownTurns, rng: random.Random, *, chat: bool) -> HttpInpu
 def topic_inputs() -> dict[str, list[object]]:
     """Return example events by topic."""
     return {
-        folder.name: [json.loads(file.read_text(encoding="utf-8"), parse_float=Raw) for file in folder.glob("*.json")]
-        for folder in sorted(EXAMPLES.iterdir())
-        if folder.is_dir()
+        file.stem: list(json.loads(file.read_text(encoding="utf-8"), parse_float=Raw).values())
+        for file in sorted(EXAMPLES.iterdir())
     }
 
 

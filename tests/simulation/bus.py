@@ -37,7 +37,7 @@ class Outage:
 
 
 class Bus:
-    """Topics as in the topic files, with fewer partitions where there are many. `draw` is the source of randomness."""
+    """Topics as in `topics.yaml`, with fewer partitions where there are many. `draw` is the source of randomness."""
 
     def __init__(self, draw: random.Random, trace: Trace) -> None:
         self.draw = draw
@@ -60,7 +60,7 @@ class Bus:
         """
 
     def create(self, topic: str, partitions: int) -> None:
-        """Add a topic that is not in the topic files."""
+        """Add a topic that is not in `topics.yaml`."""
         self.logs[topic] = [[] for _ in range(partitions)]
 
     @property

@@ -2,7 +2,8 @@
 
 `requests(random)` yields a route and a body without end: a valid body with one or two values replaced, repeated or
 extended. Equal seeds give equal requests. `kinds_everywhere(body)` yields each body with a value of another JSON type
-at one place. `draw` returns session ids that are easily confused with each other, and `post` sends them byte for byte.
+at one place. `event_examples` reads the published events. `draw` returns session ids that are easily confused with each
+other, and `post` sends them byte for byte.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ import socket
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, urlsplit
 
+import headrace_schemas
 from headrace_schemas.values import ids
 from headrace_schemas.values.ids import decode_name
 from tests.support.seeds import draw_seed
 from tests.support.turns import ask, closed, user
 
+EXAMPLES_FOLDER = Path(headrace_schemas.__file__).parent / "examples"
 SESSION = "s"
 KEY = ids.session_key("default", SESSION)
 RESPONSES = [ids.response_id(KEY) for _ in range(3)]
@@ -76,6 +80,12 @@ BLOCKS = [
 ]  # fmt: skip
 BLOCK_TOOL = {"name": "look", "description": "d", "input_schema": SCHEMA}
 ASKED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 7, "stop": ["end"], "n": 1, "presence_penalty": 0.0}
+
+
+def event_examples(topic: str) -> dict[str, dict[str, Any]]:
+    """Return the published examples of the events of a topic by name."""
+    examples: dict[str, dict[str, Any]] = json.loads((EXAMPLES_FOLDER / f"{topic}.json").read_bytes())
+    return examples
 
 
 def _trajectory() -> dict[str, Any]:

@@ -16,11 +16,12 @@ from typing import Any
 
 import yaml
 
-from headrace_schemas import EVENTS, topics
+from headrace_schemas import EVENTS
 from headrace_schemas.values.base import Event
 
 JSON_FOLDER = Path(__file__).parent / "json"
-RELEASED_FOLDER = JSON_FOLDER / "released"
+RELEASED_FILE = JSON_FOLDER / "released.json"
+TOPICS_FILE = Path(__file__).parent / "topics.yaml"
 _HEADERS = {
     "type": "object",
     "description": "CloudEvents 1.0, binary mode. A producer may leave out all of them.",
@@ -55,7 +56,7 @@ def json_schema(event: type[Event]) -> dict[str, Any]:
 
 def asyncapi() -> dict[str, Any]:
     """Return the AsyncAPI document: one channel and one message per topic, one operation per producer and consumer."""
-    specs = {name: yaml.safe_load(text) for name, text in topics.sources().items()}
+    specs = yaml.safe_load(TOPICS_FILE.read_text(encoding="utf-8"))
     channels, messages, operations = {}, {}, {}
     for name, spec in specs.items():
         event = EVENTS[name]
@@ -107,7 +108,16 @@ def documents() -> dict[str, str]:
     """Return the content of each generated file by file name."""
     contents = {f"{name}.json": json_schema(event) for name, event in EVENTS.items()}
     contents["asyncapi.json"] = asyncapi()
-    return {name: json.dumps(value, indent=1, ensure_ascii=False) + "\n" for name, value in contents.items()}
+    return {name: _dump(content) for name, content in contents.items()}
+
+
+def released_document() -> str:
+    """Return the present schemas of all events by topic, as `--release` stores them."""
+    return _dump({name: json_schema(event) for name, event in EVENTS.items()})
+
+
+def _dump(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
 def main() -> int:
@@ -117,12 +127,12 @@ def main() -> int:
     )
     parser.add_argument("--release", action="store_true", help="also replace the released schemas")
     options = parser.parse_args()
-    texts = documents()
-    folders = [JSON_FOLDER, RELEASED_FOLDER] if options.release else [JSON_FOLDER]
-    stale = [folder / name for folder in folders for name in texts if _read(folder / name) != texts[name]]
+    texts = {JSON_FOLDER / name: text for name, text in documents().items()}
+    if options.release:
+        texts[RELEASED_FILE] = released_document()
+    stale = [path for path, text in texts.items() if _read(path) != text]
     for path in stale if not options.check else ():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(texts[path.name], encoding="utf-8")
+        path.write_text(texts[path], encoding="utf-8")
     print(f"{'differs' if options.check else 'written'}: {', '.join(path.name for path in stale) or 'nothing'}")
     return 1 if options.check and stale else 0
 

@@ -277,7 +277,8 @@ OWN = {
     "services/trainer/src/headrace_trainer/torch_learner/model/sequence_bound.py",
     "services/trainer/src/headrace_trainer/torch_learner/version_files.py",
     "packages/runtime/src/headrace_runtime/storage/files.py",
-    "packages/runtime/src/headrace_runtime/process/liveness.py", "schemas/src/headrace_schemas/topics/__init__.py",
+    "packages/runtime/src/headrace_runtime/process/liveness.py",
+    "packages/runtime/src/headrace_runtime/kafka/topics.py",
     "schemas/src/headrace_schemas/http/stack_access.py", "schemas/src/headrace_schemas/generate.py",
 }  # fmt: skip
 """Modules that decode by themselves: files that Headrace or the kernel wrote."""

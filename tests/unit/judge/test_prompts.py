@@ -7,13 +7,13 @@ reason.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
 
 import pytest
 
-import headrace_schemas
 from headrace_judge.endpoint import EndpointUnavailable
 from headrace_judge.once import NoVerdict, scores
 from headrace_judge.rubric import Criterion, Rubric, load
@@ -22,6 +22,7 @@ from headrace_runtime.errors import SettingError
 from headrace_schemas import Dialogue, Trajectory
 from tests.support import fake_llm
 from tests.support.fake_llm import FakeLLM, abstain, prose, status, verdict
+from tests.support.hostile_json import event_examples
 from tests.support.judge_rig import judge, said, settings, trajectory
 
 RUBRIC = Rubric(
@@ -114,7 +115,7 @@ def test_a_broken_template_stops_the_start(tmp_path: Path, text: str) -> None:
         Prompts(tmp_path).check(RUBRIC)
 
 
-EXAMPLE = Path(headrace_schemas.__file__).parent / "examples" / "trajectories" / "two-turns.json"
+EXAMPLE = json.dumps(event_examples("trajectories")["two-turns"]).encode()
 TRANSCRIPT_RUBRIC = load("helpfulness")
 
 
@@ -129,7 +130,7 @@ def entries_of(run: Trajectory, rubric_shown: Rubric = TRANSCRIPT_RUBRIC) -> lis
 
 
 def test_a_run_is_told_in_order_with_who_said_what() -> None:
-    run = Trajectory.from_json(EXAMPLE.read_bytes())
+    run = Trajectory.from_json(EXAMPLE)
     assert entries_of(run) == [
         ("question", "", "Who sent the invoice?"),
         ("tool_call", "search_mail", '{"query": "invoice"}'),
@@ -139,7 +140,7 @@ def test_a_run_is_told_in_order_with_who_said_what() -> None:
 
 
 def test_the_rubric_chooses_the_parts() -> None:
-    run = Trajectory.from_json(EXAMPLE.read_bytes())
+    run = Trajectory.from_json(EXAMPLE)
     everything = rubric(show=["tools", "instructions", "answer"], context=["expected", "missing"])
     assert entries_of(run, everything) == [
         ("context", "expected", "Ada"),

@@ -10,7 +10,6 @@ import asyncio
 import gc
 import json
 import random
-from importlib.resources import files
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +27,7 @@ from headrace_schemas import EVENTS, Event, Feedback, Routing
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX, BlobRef
+from tests.support.hostile_json import event_examples
 from tests.support.loop_block import blocked
 from tests.support.processes import free_port
 
@@ -205,7 +205,7 @@ async def test_a_row_that_breaks_its_reader_is_refused_and_the_one_before_stays(
 ) -> None:
     """A bad record is skipped at every stage: in decoding, in acceptance, and in the callback."""
     kind = EVENTS[topic]
-    value = next(iter(sorted((files("headrace_schemas") / "examples" / topic).iterdir(), key=str))).read_bytes()
+    value = json.dumps(next(iter(event_examples(topic).values()))).encode()
     refused: list[tuple[int, str]] = []
 
     async def refuse(record: Record, why: InvalidEvent) -> None:

@@ -13,7 +13,6 @@ import json
 import math
 import pkgutil
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -21,7 +20,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, JsonValue, TypeAdapter, ValidationError
 
-import headrace_schemas
 import headrace_schemas.events
 from headrace_collector.closing import _TOOLS_MAX
 from headrace_collector.handlers import SEQUENCES_MAX
@@ -46,8 +44,9 @@ from headrace_scorer.reward_policy import PARTS_MAX
 from headrace_trainer.batches.summary import VALUES_MAX
 from headrace_trainer.lineage.lineage import OUTCOMES_PER_SAVE
 from headrace_trainer.settings import MemorySettings
+from tests.support.hostile_json import event_examples
 
-EXAMPLES = sorted((Path(headrace_schemas.__file__).parent / "examples").glob("*/*.json"))
+EXAMPLES = [(topic, name) for topic in EVENTS for name in event_examples(topic)]
 FREE: TypeAdapter[dict[str, Any]] = TypeAdapter(JsonObject)
 Place = tuple[str | int, ...]
 UNSTORABLE = ("a\0b", "\ud83d", "\udc00 end")
@@ -92,9 +91,9 @@ def _survives(event: Event) -> bool:
     return again.to_json() == event.to_json() and b"\\u0000" not in event.to_json()
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_text_that_cannot_be_stored_is_refused_at_every_place_of_every_event(path: Path) -> None:
-    model, data = EVENTS[path.parent.name], json.loads(path.read_text())
+@pytest.mark.parametrize(("topic", "name"), EXAMPLES)
+def test_text_that_cannot_be_stored_is_refused_at_every_place_of_every_event(topic: str, name: str) -> None:
+    model, data = EVENTS[topic], event_examples(topic)[name]
     for field_path in _paths(data):
         for text in UNSTORABLE:
             if isinstance(_at(data, field_path), str):
@@ -116,8 +115,7 @@ def _is_sampled(model: type[Event], path: Place) -> bool:
 @pytest.mark.parametrize("kind", [Turn, Trajectory, Experience], ids=lambda kind: kind.__name__)
 def test_nul_that_a_model_sampled_is_replaced_in_the_records_of_an_older_release(kind: type[Event]) -> None:
     path_count = 0
-    for path in (path for path in EXAMPLES if EVENTS[path.parent.name] is kind):
-        data = json.loads(path.read_text())
+    for data in event_examples(kind.topic).values():
         for field_path in _paths(data):
             if _is_sampled(kind, field_path) and isinstance(_at(data, field_path), str):
                 event = _read(kind, _with(data, field_path, "a\0b"))
@@ -127,9 +125,9 @@ def test_nul_that_a_model_sampled_is_replaced_in_the_records_of_an_older_release
     assert path_count > 0
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_stored_events_of_an_older_release_are_cleaned_at_every_place_of_free_text(path: Path) -> None:
-    model, data = EVENTS[path.parent.name], json.loads(path.read_text())
+@pytest.mark.parametrize(("topic", "name"), EXAMPLES)
+def test_stored_events_of_an_older_release_are_cleaned_at_every_place_of_free_text(topic: str, name: str) -> None:
+    model, data = EVENTS[topic], event_examples(topic)[name]
     for field_path in _paths(data):
         if not isinstance(_at(data, field_path), str):
             continue
@@ -142,9 +140,9 @@ def test_stored_events_of_an_older_release_are_cleaned_at_every_place_of_free_te
             assert _survives(event), field_path
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_numbers_beyond_their_range_are_refused_at_every_place_of_every_event(path: Path) -> None:
-    model, data = EVENTS[path.parent.name], json.loads(path.read_text())
+@pytest.mark.parametrize(("topic", "name"), EXAMPLES)
+def test_numbers_beyond_their_range_are_refused_at_every_place_of_every_event(topic: str, name: str) -> None:
+    model, data = EVENTS[topic], event_examples(topic)[name]
     for field_path in _paths(data):
         before = _at(data, field_path)
         if isinstance(before, bool) or not isinstance(before, int | float) or DIAGNOSTIC & set(map(str, field_path)):
@@ -155,12 +153,12 @@ def test_numbers_beyond_their_range_are_refused_at_every_place_of_every_event(pa
             assert event is None or (free and math.isfinite(number) and _survives(event)), (field_path, number)
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_times_at_the_ends_of_the_calendar_are_refused_or_read(path: Path) -> None:
-    model, data = EVENTS[path.parent.name], json.loads(path.read_text())
-    for name in [name for name in data if name == "time" or name.endswith("_at")]:
+@pytest.mark.parametrize(("topic", "name"), EXAMPLES)
+def test_times_at_the_ends_of_the_calendar_are_refused_or_read(topic: str, name: str) -> None:
+    model, data = EVENTS[topic], event_examples(topic)[name]
+    for field in [field for field in data if field == "time" or field.endswith("_at")]:
         for text in ("0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-14:00", "9999-12-31T23:59:59Z"):
-            event = _read(model, {**data, name: text})
+            event = _read(model, {**data, field: text})
             assert event is None or _survives(event)
 
 
@@ -239,7 +237,7 @@ def test_one_context_at_its_bounds_stays_whole_when_it_is_merged() -> None:
 
 
 def _reward(value: float) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(next(path for path in EXAMPLES if path.parent.name == "rewards").read_text())
+    data: dict[str, Any] = event_examples("rewards")["function"]
     return {**data, "outcome": "scored", "value": value, "criteria": {}}
 
 

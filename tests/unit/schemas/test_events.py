@@ -26,28 +26,26 @@ from pydantic import ValidationError
 
 import headrace
 import headrace_schemas
-from headrace_schemas import EVENTS, Event, Experience, Feedback, Reward, Trajectory, Turn, topics
+from headrace_schemas import EVENTS, Event, Experience, Feedback, Reward, Trajectory, Turn
 from headrace_schemas.events.envelope import SEQUENCE_HEADER, Envelope, parse_record, sequence_of, type_of
-from headrace_schemas.generate import JSON_FOLDER, RELEASED_FOLDER, breaking_changes, documents
+from headrace_schemas.generate import JSON_FOLDER, RELEASED_FILE, TOPICS_FILE, breaking_changes, documents
 from headrace_schemas.http.replica_api import Resume
 from headrace_schemas.lazy import lazily
-from headrace_schemas.values import ids
 from headrace_schemas.values.blobs import BlobRef
 from headrace_schemas.values.errors import InvalidEvent
-from tests.support.hostile_json import kinds_everywhere
+from tests.support.hostile_json import EXAMPLES_FOLDER, event_examples, kinds_everywhere
 
-EXAMPLES = Path(headrace_schemas.__file__).parent / "examples"
-ALL = sorted(EXAMPLES.glob("*/*.json"))
+ALL = [(topic, name) for topic in EVENTS for name in event_examples(topic)]
 
 
 def example(name: str) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((EXAMPLES / f"{name}.json").read_text())
-    return data
+    topic, _, example_name = name.partition("/")
+    return event_examples(topic)[example_name]
 
 
-@pytest.mark.parametrize("path", ALL, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_an_example_survives_the_wire(path: Path) -> None:
-    event = EVENTS[path.parent.name].from_json(path.read_bytes())
+@pytest.mark.parametrize(("topic", "name"), ALL)
+def test_an_example_survives_the_wire(topic: str, name: str) -> None:
+    event = EVENTS[topic].from_json(json.dumps(event_examples(topic)[name]).encode())
     again = type(event).from_json(event.to_json())
     assert again == event
     assert again.to_json() == event.to_json()
@@ -57,16 +55,16 @@ def test_an_example_survives_the_wire(path: Path) -> None:
 
 @pytest.mark.parametrize("event", EVENTS.values(), ids=lambda event: event.topic)
 def test_every_topic_has_an_example(event: type[Event]) -> None:
-    assert list((EXAMPLES / event.topic).glob("*.json"))
+    assert event_examples(event.topic)
 
 
 def test_every_example_belongs_to_a_topic() -> None:
-    assert {path.parent.name for path in ALL} == set(EVENTS)
+    assert {path.stem for path in EXAMPLES_FOLDER.iterdir()} == set(EVENTS)
 
 
 def test_events_on_one_topic_have_distinct_ids() -> None:
     for topic, event in EVENTS.items():
-        ids = [event.from_json(path.read_bytes()).event_id for path in (EXAMPLES / topic).glob("*.json")]
+        ids = [event.from_json(json.dumps(data).encode()).event_id for data in event_examples(topic).values()]
         assert len(set(ids)) == len(ids)
 
 
@@ -246,15 +244,11 @@ def test_the_first_offset_is_a_number_or_none(text: bytes | None, expected: int 
     assert sequence_of([("other", b"3"), (SEQUENCE_HEADER, text)]) == expected
 
 
-EXAMPLE_FILES = sorted((Path(ids.__file__).parents[1] / "examples").glob("*/*.json"))
-
-
-@pytest.mark.parametrize("path", EXAMPLE_FILES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_an_event_with_a_value_of_another_type_is_read_or_refused_by_name(path: Path) -> None:
-    kind = EVENTS[path.parent.name]
-    document = json.loads(path.read_bytes())
+@pytest.mark.parametrize(("topic", "name"), ALL)
+def test_an_event_with_a_value_of_another_type_is_read_or_refused_by_name(topic: str, name: str) -> None:
+    kind = EVENTS[topic]
     refused = 0
-    for changed in kinds_everywhere(document, kind.model_fields):
+    for changed in kinds_everywhere(event_examples(topic)[name], kind.model_fields):
         try:
             event = kind.from_json(json.dumps(changed).encode())
         except InvalidEvent:
@@ -289,18 +283,15 @@ def test_committed_documents_are_what_the_models_generate(name: str) -> None:
     assert (JSON_FOLDER / name).read_text() == documents()[name], "run `make schemas` and commit the result"
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*/*.json")), ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_examples_satisfy_the_json_schema(path: Path) -> None:
-    jsonschema.validate(
-        json.loads(path.read_text()), json.loads((JSON_FOLDER / f"{path.parent.name}.json").read_text())
-    )
+@pytest.mark.parametrize(("topic", "name"), ALL)
+def test_examples_satisfy_the_json_schema(topic: str, name: str) -> None:
+    jsonschema.validate(event_examples(topic)[name], json.loads((JSON_FOLDER / f"{topic}.json").read_text()))
 
 
-def test_each_event_has_its_topic_file_and_each_topic_file_its_event() -> None:
-    specs = {name: yaml.safe_load(text) for name, text in topics.sources().items()}
+def test_each_event_has_its_topic_and_each_topic_its_event() -> None:
+    specs = yaml.safe_load(TOPICS_FILE.read_text())
     assert set(specs) == set(EVENTS)
     for name, spec in specs.items():
-        assert spec["name"] == name
         assert "_" not in name
         assert spec["promises"], f"{name} promises nothing"
         assert spec["producer"]
@@ -308,13 +299,13 @@ def test_each_event_has_its_topic_file_and_each_topic_file_its_event() -> None:
 
 
 def test_topics_keyed_by_session_have_equal_partition_counts() -> None:
-    specs = [yaml.safe_load(text) for text in topics.sources().values()]
-    assert len({spec["partitions"] for spec in specs if spec["key"] == "session_key"}) == 1
+    specs = yaml.safe_load(TOPICS_FILE.read_text())
+    assert len({spec["partitions"] for spec in specs.values() if spec["key"] == "session_key"}) == 1
 
 
 @pytest.mark.parametrize("topic", EVENTS)
 def test_no_reader_of_the_released_version_breaks(topic: str) -> None:
-    released = json.loads((RELEASED_FOLDER / f"{topic}.json").read_text())
+    released = json.loads(RELEASED_FILE.read_text())[topic]
     current = json.loads((JSON_FOLDER / f"{topic}.json").read_text())
     assert breaking_changes(released, current) == []
 

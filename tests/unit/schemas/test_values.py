@@ -12,7 +12,6 @@ import sys
 from collections import Counter
 from decimal import Decimal
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-import headrace_schemas
 from headrace_schemas import RewardResult, Turn
 from headrace_schemas.events.routing import Arm, TrafficSplit
 from headrace_schemas.rules.assignment import Split, assign_unit
@@ -30,6 +28,7 @@ from headrace_schemas.rules.turn_history import UNRESOLVED, TurnHistory, extend,
 from headrace_schemas.values.arrays import Logprobs, TokenIds, pack_float32, pack_int32
 from headrace_schemas.values.errors import InvalidEvent
 from headrace_schemas.values.plain_values import describe_error, plain_number, plain_value, stop_strings
+from tests.support.hostile_json import event_examples
 from tests.support.turns import after, ask, extending, said, user
 
 DTYPES = [np.bool_, np.int8, np.int64, np.uint8, np.float16, np.float32, np.float64, np.longdouble]
@@ -220,11 +219,8 @@ def test_a_split_that_no_gateway_could_follow_is_refused(arms: list[tuple[str, i
         split(*arms)
 
 
-EXAMPLES = Path(headrace_schemas.__file__).parent / "examples" / "turns"
-
-
 def example(name: str) -> Turn:
-    return Turn.from_json((EXAMPLES / f"{name}.json").read_bytes())
+    return Turn.from_json(json.dumps(event_examples("turns")[name]).encode())
 
 
 def test_example_that_extends_another_resolves() -> None:
@@ -296,13 +292,13 @@ def test_history_is_bounded_by_tokens() -> None:
     ],
 )
 def test_p2_turn_that_contradicts_its_reference_is_invalid(changes: dict[str, Any], problem: str) -> None:
-    fields = json.loads((EXAMPLES / "extends-another.json").read_text())
+    fields = event_examples("turns")["extends-another"]
     with pytest.raises(InvalidEvent, match=problem):
         Turn.from_json(json.dumps(fields | changes).encode())
 
 
 def test_turn_does_not_extend_itself() -> None:
-    fields = json.loads((EXAMPLES / "extends-another.json").read_text())
+    fields = event_examples("turns")["extends-another"]
     fields["extends"]["turn_id"] = fields["turn_id"]
     with pytest.raises(InvalidEvent, match="the turn itself"):
         Turn.from_json(json.dumps(fields).encode())

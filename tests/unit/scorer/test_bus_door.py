@@ -16,7 +16,6 @@ import httpx
 import pytest
 from sqlalchemy import event
 
-import headrace_schemas
 from headrace_runtime.errors import SettingError
 from headrace_runtime.http import web
 from headrace_runtime.settings.sections import Common, load
@@ -24,7 +23,7 @@ from headrace_schemas import DeadLetter, Event, Experience, Trajectory, Turn
 from headrace_scorer import api
 from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.settings import ScorerSettings
-from tests.support.hostile_json import mutated
+from tests.support.hostile_json import event_examples, mutated
 from tests.support.seeds import draw_seed
 from tests.support.streams import Bench
 from tests.support.turns import ask, closed, feedback, user
@@ -32,7 +31,6 @@ from tests.unit.collector.conftest import collector, pass_time
 from tests.unit.scorer.conftest import Rig, half, scorer
 from tests.unit.scorer.test_scorer import reward
 
-EXAMPLES = Path(headrace_schemas.__file__).parent / "examples"
 each_number = pytest.mark.parametrize("records", [50, pytest.param(150, marks=pytest.mark.long)])
 """Number of hostile records on the topic."""
 NAMED = {
@@ -44,7 +42,7 @@ NAMED = {
 
 
 def bodies(topic: str) -> list[dict[str, object]]:
-    return [json.loads(path.read_text()) for path in sorted((EXAMPLES / topic).glob("*.json"))]
+    return list(event_examples(topic).values())
 
 
 async def nothing() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import textwrap
 from collections.abc import AsyncIterator
@@ -12,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-import headrace_schemas
 from headrace_schemas import Feedback
 from headrace_scorer.functions.outcomes import CallRequest
 from headrace_scorer.functions.process import FunctionPool, FunctionsRefused
 from headrace_scorer.settings import ScorerSettings
+from tests.support.hostile_json import event_examples
 from tests.support.processes import alive, wait_until
 from tests.support.turns import feedback
 
-TRAJECTORY = (Path(headrace_schemas.__file__).parent / "examples/trajectories/two-turns.json").read_bytes()
+TRAJECTORY = json.dumps(event_examples("trajectories")["two-turns"]).encode()
 CODE = """
     import asyncio, os, signal, subprocess, sys, time
 

@@ -1,6 +1,6 @@
 """The bus as its clients see it: options of Kafka clients (address, login, encryption), and the topics.
 
-The topics are read from the topic files and created here. A producer never creates one implicitly.
+The topics are read from `headrace_schemas/topics.yaml` and created here. A producer never creates one implicitly.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from functools import cache
+from importlib.resources import files
 from typing import Any, Literal
 
 import yaml
@@ -30,7 +31,6 @@ from pydantic import BaseModel, ConfigDict, Field
 from headrace_runtime.errors import SettingError, Unavailable
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.settings.sections import BusSettings
-from headrace_schemas import topics as files
 
 _CHECK_MS = 10_000
 LOGIN_ERRORS = (
@@ -86,7 +86,7 @@ log = get_logger(__name__)
 
 
 class Topic(BaseModel):
-    """Content of one topic file."""
+    """One topic of `headrace_schemas/topics.yaml`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -115,14 +115,15 @@ class Topic(BaseModel):
 @cache
 def catalogue() -> dict[str, Topic]:
     """Return all topics of Headrace by name."""
-    return {name: Topic.model_validate(yaml.safe_load(text)) for name, text in files.sources().items()}
+    specs = yaml.safe_load((files("headrace_schemas") / "topics.yaml").read_text(encoding="utf-8"))
+    return {name: Topic.model_validate({"name": name, **spec}) for name, spec in specs.items()}
 
 
 async def ensure(settings: BusSettings, names: tuple[str, ...] | None = None) -> None:
     """Create missing topics, by default of all names, and wait until the bus lists them.
 
     Existing topics stay unchanged, because an operator may have changed their partitions or retention. A difference
-    from the topic file is logged as a warning.
+    from `topics.yaml` is logged as a warning.
 
     Args:
         settings: the settings of the bus. This waits at most `start_timeout_s` for the bus.
@@ -197,7 +198,7 @@ async def _create_missing(settings: BusSettings, required: list[Topic]) -> list[
 
 
 async def _check(admin: AIOKafkaAdminClient, settings: BusSettings, present: list[Topic], missing: list[Topic]) -> None:
-    """Raise `SettingError` for unequal numbers of partitions, and log other differences from the topic files."""
+    """Raise `SettingError` for unequal numbers of partitions, and log other differences from `topics.yaml`."""
     if not present:
         return
     descriptions = await admin.describe_topics([topic.name for topic in present])
