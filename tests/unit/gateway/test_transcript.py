@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from headrace_gateway.capture.spool import in_stages
 from headrace_gateway.capture.transcript import Transcript
-from headrace_gateway.requests.client_connection import EventTooLarge, Splitter, encode
+from headrace_gateway.requests.client_connection import EventTooLarge, Splitter, encode_event
 from headrace_gateway.requests.engine_wire import EngineAnswer
 from headrace_gateway.requests.http_request import KEY, SESSION, Prefixes
 from headrace_schemas import Event, Feedback, SessionEnd
@@ -206,7 +206,7 @@ PAYLOADS = st.lists(
 
 @given(payloads=PAYLOADS, cuts=st.lists(st.integers(0, 400), max_size=12))
 def test_any_cut_of_the_bytes_gives_the_same_events(payloads: list[bytes], cuts: list[int]) -> None:
-    encoded = b"".join(encode(payload) for payload in payloads)
+    encoded = b"".join(encode_event(payload) for payload in payloads)
     edges = [0, *sorted(min(cut, len(encoded)) for cut in cuts), len(encoded)]
     splitter = Splitter(1000)
     events_of_cut = [event for a, b in itertools.pairwise(edges) for event in splitter.feed(encoded[a:b])]
@@ -225,6 +225,6 @@ def test_an_event_without_an_end_is_bounded() -> None:
 
 def test_line_separators_inside_of_json_are_escaped() -> None:
     data = '{"a":"x\u2028y\u2029z\u0085"}'
-    event = encode(data.encode(), "kind").decode()
+    event = encode_event(data.encode(), "kind").decode()
     assert event.splitlines() == ["event: kind", r'data: {"a":"x\u2028y\u2029z\u0085"}', ""]
     assert json.loads(event.split("data: ")[1]) == json.loads(data)
