@@ -207,6 +207,13 @@ async def test_a_version_has_its_audit_score(stand: Stand, registry: None) -> No
     assert '<th scope="row">audit score</th><td>0.400, mean of 200 tasks</td>' in page
 
 
+async def test_model_names_its_refused_versions(stand: Stand, registry: None) -> None:
+    page = (await (await stand.signed_in()).get("/models/m")).text
+    sentence = re.search(r"<p>Refused, (.*?)</p>", page)
+    assert sentence is not None, page
+    assert re.findall(r">(m@[0-9a-f]+)<", sentence[1]) == [OTHER[:14]]
+
+
 async def test_two_versions_are_compared_by_scores_sessions_and_shared_tasks(
     stand: Stand, registry: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,14 @@ async def test_list_shows_a_session_with_its_numbers(stand: Stand) -> None:
     assert "<script>alert" not in page
 
 
+async def test_session_states_whether_an_answer_was_edited(stand: Stand) -> None:
+    await apply(stand, session_events())
+    page = (await (await stand.signed_in()).get(f"/s/{KEY}")).text
+    assert "Nobody has stated what an answer should have been. A reviewer can, with an edit." in page
+    page = (await (await stand.signed_in("reviewer")).get(f"/s/{KEY}")).text
+    assert "“Score or edit this turn” below does." in page
+
+
 async def test_loop_shows_the_account_of_the_tenants_that_the_user_may_see(tmp_path: Path) -> None:
     stand = Stand(tmp_path, tenants=("default",))
     client = await stand.signed_in()

@@ -30,6 +30,7 @@ NUMBER_NAMES = {
     "parent_max_abs_delta": "the same difference with the weights of the parent",
 }
 """Descriptions of the statistics in decisions and measurements."""
+_REFUSALS = frozenset({"rejected", "skipped", "rolled_back", "withdrawn"})
 _UNPROMOTABLE = ("promoted", "canary", "withdrawn")
 
 
@@ -49,6 +50,7 @@ async def model(visit: Visit) -> Response:
         model=state,
         versions=versions,
         scores={score.version: score for score in learning.scored_versions(versions)},
+        refused=[version for version in versions if _REFUSALS & {event.decision for event in version.decisions}],
         described=learning.describe_learning(state.id, state.champion, versions),
         versions_max=VERSIONS_MAX,
     )

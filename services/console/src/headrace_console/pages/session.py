@@ -65,6 +65,7 @@ async def session(visit: Visit) -> Response:
         rewards=[reward_values(row, rewards, texts, runs) for row in rows.rewards[:_SPEAKERS_MAX]],
         feedback=[_feedback(row, feedback, outcomes) for row in rows.feedback[:_SPEAKERS_MAX]],
         speakers_max=_SPEAKERS_MAX,
+        is_edited=bool(session["flags"] & tables.FLAGS["edited"]),
         can_give_feedback=visit.user.has_role("reviewer"),
     )
 
