@@ -26,8 +26,8 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import TrainingMetrics
 from headrace_trainer.learner import WEIGHTS
 from headrace_trainer.lineage.store import LineageStore
+from headrace_trainer.ray_learner import RaySettings
 from headrace_trainer.ray_learner.cluster import Cluster
-from headrace_trainer.ray_learner.settings import RaySettings
 from tests.ray.player import COUNTED, SENT
 from tests.support import tiny_model
 from tests.support.training_history import follow

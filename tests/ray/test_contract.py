@@ -17,11 +17,11 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install headrace-tr
 
 from headrace_runtime.settings.sections import complete
 from headrace_trainer.learner import OPTIMIZER, WEIGHTS, Copy, Learner, LearnerLost
+from headrace_trainer.ray_learner import RaySettings
 from headrace_trainer.ray_learner import learner as ray_learner
 from headrace_trainer.ray_learner.cluster import Cluster
 from headrace_trainer.ray_learner.learner import RayLearner
 from headrace_trainer.ray_learner.ranks import Ranks
-from headrace_trainer.ray_learner.settings import RaySettings
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner.learner import TorchLearner
 from tests.contract.learner.promises import GOING_ON, PROMISES, VERSION, Opener, Promise, batch, files, new

@@ -15,8 +15,8 @@ pytest.importorskip("ray", reason="Ray is not installed: pip install headrace-re
 
 from headrace_registry.gate.gate import Gate, GateFailed
 from headrace_registry.settings import GateRaySettings, GateSettings
+from headrace_trainer.ray_learner import RaySettings
 from headrace_trainer.ray_learner.cluster import Cluster
-from headrace_trainer.ray_learner.settings import RaySettings
 from tests.support.processes import alive, wait_until
 
 pytestmark = pytest.mark.timeout(900)

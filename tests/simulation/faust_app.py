@@ -232,5 +232,5 @@ class App:
 STANDS_FOR: Mapping[str, object] = {
     "headrace_runtime.kafka.producer.AIOKafkaProducer": clients.Producer,
     "headrace_runtime.kafka.consumer.AIOKafkaConsumer": clients.Consumer,
-    "headrace_runtime.stream.faust_host._app": App,
+    "headrace_runtime.stream.stream_service._app": App,
 }

@@ -179,6 +179,6 @@ class Silent:
     def close(self) -> None: ...
 
 
-AS_TORCH: Mapping[str, Any] = {"headrace_trainer.torch_learner.backend.TORCH": BACKEND}
+AS_TORCH: Mapping[str, Any] = {"headrace_trainer.torch_learner.TORCH": BACKEND}
 """Replacement of the default back end, by the name to patch."""
 STANDS_FOR: Mapping[str, Any] = {**AS_TORCH, "headrace_trainer.app.Reporter": Silent}

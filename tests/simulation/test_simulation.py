@@ -26,7 +26,7 @@ from headrace_gateway.capture.publisher import Publisher
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.kafka.wire import Outgoing
 from headrace_runtime.stream.delivery import Outbox
-from headrace_runtime.stream.faust_host import FaustHost, _record
+from headrace_runtime.stream.stream_service import FaustHost, _record
 from headrace_schemas import Event
 from headrace_scorer import feedback_matching
 from headrace_scorer.feedback_matching import ClosedRuns, FeedbackSet, PlacedFeedback
@@ -125,7 +125,7 @@ def _bug(name: str, substitute: object, *also: str) -> Callable[[], AbstractCont
 
 PLANTED: Mapping[str, Planted] = {
     "commit before effect": Planted(
-        _bug("headrace_runtime.stream.faust_host.FaustHost._work", _acknowledge_first),
+        _bug("headrace_runtime.stream.stream_service.FaustHost._work", _acknowledge_first),
         frozenset({"account", "whole_runs", "p10_late", "p11_loud", "liveness"}),
     ),
     "dedupe off": Planted(

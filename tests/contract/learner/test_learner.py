@@ -24,7 +24,7 @@ from headrace_trainer.backends import BACKENDS, Backend
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import GRADIENT_FACTOR, Abilities, Frozen, Learner, StepResult, WholeCopy
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.torch_learner.backend import TORCH
+from headrace_trainer.torch_learner import TORCH
 from headrace_trainer.torch_learner.learner import TorchLearner
 from tests.contract.learner import promises
 from tests.contract.learner.promises import PROMISES, Opener, Promise

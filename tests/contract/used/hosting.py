@@ -16,8 +16,8 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.kafka.consumer import Offsets
 from headrace_runtime.kafka.wire import Record
-from headrace_runtime.stream.faust_host import FaustHost
 from headrace_runtime.stream.processor import Processor
+from headrace_runtime.stream.stream_service import FaustHost
 from tests.contract.used.grounds import Ground, Scenario, consuming, eventually, everything, producing, send
 
 _COMMITS_WITHIN_S = 2.5

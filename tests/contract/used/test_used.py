@@ -21,7 +21,7 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.kafka.topics import check_login
 from headrace_runtime.kafka.wire import RawHeaders, Record
 from headrace_runtime.settings.sections import BusSettings
-from headrace_runtime.stream.faust_host import FaustHost, _record
+from headrace_runtime.stream.stream_service import FaustHost, _record
 from headrace_schemas.http.stack_access import BusLogin, remember_login
 from tests.contract.used import hosting, scenarios
 from tests.contract.used.grounds import Ground, Scenario, eventually, play_for_real, play_simulated, producing, send
@@ -243,7 +243,7 @@ def test_a_planted_fault_is_noticed(name: str) -> None:
 
 def test_acknowledging_out_of_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The simulated host is stricter than Faust, so that no service relies on Faust's treatment of gaps."""
-    monkeypatch.setattr("headrace_runtime.stream.faust_host.FaustHost._work", acknowledge_backwards)
+    monkeypatch.setattr("headrace_runtime.stream.stream_service.FaustHost._work", acknowledge_backwards)
     with pytest.raises(ExceptionGroup) as stopped:
         play_simulated(a_full_batch, 0)
     assert stopped.group_contains(AssertionError, match="not acknowledged in order")

@@ -23,8 +23,8 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
 from headrace_runtime.storage.tables import StreamTables
 from headrace_runtime.stream.delivery import Outbox
-from headrace_runtime.stream.faust_host import FaustHost
 from headrace_runtime.stream.processor import Handling, Processor, ProcessorLimits, position
+from headrace_runtime.stream.stream_service import FaustHost
 from headrace_schemas import Event, Feedback
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.ids import session_key

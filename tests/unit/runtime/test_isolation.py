@@ -24,7 +24,7 @@ from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage import isolation
 from headrace_runtime.storage.isolation import each, process_batch
 from headrace_runtime.storage.tables import StreamTables
-from headrace_runtime.stream import faust_host
+from headrace_runtime.stream import stream_service
 from headrace_runtime.stream.processor import StepFailed
 from headrace_schemas import DeadLetter, Event, Feedback, Reward
 from headrace_schemas.values.ids import session_key
@@ -261,7 +261,7 @@ def test_a_dead_letter_holds_whatever_a_record_holds(text_: str) -> None:
 def test_every_pair_of_bounds_that_settings_allow_can_start(request_s: float, session_s: float, tmp_path: Path) -> None:
     """Faust does not start if a request may take less time than a session."""
     bus = BusSettings(request_timeout_s=request_s, session_timeout_s=session_s)
-    conf = faust_host._app("group", bus, tmp_path).conf
+    conf = stream_service._app("group", bus, tmp_path).conf
     assert conf.broker_session_timeout == session_s
     assert conf.broker_request_timeout == max(request_s, session_s)
 

@@ -161,7 +161,7 @@ def after_the_step(learner: MortalLearner) -> None:
 
 
 def as_torch(backend: Backend) -> Any:
-    return mock.patch("headrace_trainer.torch_learner.backend.TORCH", backend)
+    return mock.patch("headrace_trainer.torch_learner.TORCH", backend)
 
 
 def settings(**more: Any) -> TrainerSettings:

@@ -20,7 +20,7 @@ from headrace_trainer.algorithms.losses import LossInputs
 from headrace_trainer.algorithms.presets import ALGORITHMS, OFFERED, Needs
 from headrace_trainer.algorithms.settings import AdvantageSettings
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.torch_learner.backend import TORCH
+from headrace_trainer.torch_learner import TORCH
 from tests.algorithms import losses, stream
 from tests.algorithms.program import BOUND, DIVERGENCES, FAULTS, Fault, is_caught, of_advantages, of_weights
 from tests.support import plugins
@@ -245,7 +245,7 @@ def test_what_cannot_work_stops_the_start(tmp_path: Path, lines: str, message: s
 def test_a_back_end_that_has_no_pairs_refuses_dpo_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.simulation.learner import BACKEND
 
-    monkeypatch.setattr("headrace_trainer.torch_learner.backend.TORCH", BACKEND)
+    monkeypatch.setattr("headrace_trainer.torch_learner.TORCH", BACKEND)
     with pytest.raises(
         SettingError, match=r"trainer\.algorithm = 'dpo': .* need reference and pairs, which the back end"
     ):

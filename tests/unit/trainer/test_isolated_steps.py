@@ -63,7 +63,7 @@ class Learner(simulated.RememberingLearner):
 
 def using(poison: Collection[str], failure: Failure, fails: int | None = None) -> Any:
     backend = Backend(lambda _, settings: Learner(settings.lineage, poison, failure, fails))
-    return mock.patch("headrace_trainer.torch_learner.backend.TORCH", backend)
+    return mock.patch("headrace_trainer.torch_learner.TORCH", backend)
 
 
 def settings(**more: Any) -> TrainerSettings:
@@ -217,7 +217,7 @@ async def test_rows_that_only_fail_together_do_not_stop_training(tmp_path: Path)
 
     backend = Backend(lambda _, chosen: Together(chosen.lineage))
     world = World(tmp_path)
-    with mock.patch("headrace_trainer.torch_learner.backend.TORCH", backend):
+    with mock.patch("headrace_trainer.torch_learner.TORCH", backend):
         await world.run(settings())
         world.bus.produce(*(experience(n, world.bus.checkpoints[0].version, reward=n % 3) for n in range(15)))
         await world.run(settings())

@@ -28,8 +28,7 @@ from headrace_schemas.programs import ShortRun
 from headrace_trainer.backends import BACKENDS
 from headrace_trainer.check import check
 from headrace_trainer.lineage.versions import weight_digests
-from headrace_trainer.ray_learner import cluster
-from headrace_trainer.ray_learner.settings import RaySettings
+from headrace_trainer.ray_learner import RaySettings, cluster
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.short_training import ShortTraining
 from tests.support import tiny_model

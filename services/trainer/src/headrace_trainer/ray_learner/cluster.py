@@ -25,7 +25,7 @@ import ray
 
 from headrace_runtime.errors import SettingError, Unavailable
 from headrace_runtime.process.logs import get_logger
-from headrace_trainer.ray_learner.settings import RaySettings
+from headrace_trainer.ray_learner import RaySettings
 
 _OBJECT_STORE_BYTES = 400_000_000
 """Shared memory of the private cluster. Weights pass through it in pieces."""

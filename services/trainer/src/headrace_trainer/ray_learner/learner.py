@@ -12,9 +12,9 @@ from headrace_runtime.process.logs import get_logger
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import Abandoned, Abilities, LearnerLost, StepResult
+from headrace_trainer.ray_learner import RaySettings
 from headrace_trainer.ray_learner.pieces import Piece, check
 from headrace_trainer.ray_learner.ranks import Ranks, marked
-from headrace_trainer.ray_learner.settings import RaySettings
 from headrace_trainer.settings import TrainerSettings
 
 if TYPE_CHECKING:

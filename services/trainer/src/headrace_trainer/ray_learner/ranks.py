@@ -22,10 +22,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from headrace_runtime.errors import SettingError
 from headrace_runtime.storage.versions import model_files
 from headrace_trainer.learner import Abandoned, LearnerLost, NotFinite
+from headrace_trainer.ray_learner import RaySettings
 from headrace_trainer.ray_learner.cluster import Cluster
 from headrace_trainer.ray_learner.pieces import MARK, PIECE_BYTES
 from headrace_trainer.ray_learner.rank import Rank, RankLocation
-from headrace_trainer.ray_learner.settings import RaySettings
 from headrace_trainer.settings import ComputeSettings
 
 _COLLECTIVE_TIMEOUT_S = 300.0
