@@ -41,7 +41,7 @@ from headrace_schemas.values.base import utcnow
 from headrace_trainer.experiences.restrictions import SetBuilder
 from tests.support import tiny_model
 from tests.support.fake_replica import VERSION, Called, FakeReplica
-from tests.unit.inference.scripted import ScriptedEngine, ScriptedGeneration
+from tests.unit.inference.conftest import ScriptedEngine, ScriptedGeneration
 
 CALLS = 2
 _WORD = re.compile(r"WORD-\w+")

@@ -25,8 +25,7 @@ from tests.console.hostile_texts import TEXTS
 from tests.support import presence
 from tests.support.account_events import START, letter, trajectory, turn
 from tests.system.program import Line, at_most, caught, equals, no_problems
-from tests.unit.console.review import Bus, make_queue, session_of
-from tests.unit.console.support import Stand
+from tests.unit.console.support import Bus, Stand, make_queue, session_of
 
 PROGRAM = Path(__file__).with_name("keyboard.py")
 _PAIRS = 60

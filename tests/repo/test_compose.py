@@ -43,7 +43,7 @@ from tests.repo.compose_files import (
     services,
     variables,
 )
-from tests.unit.cli.hostile_stack import HttpFake
+from tests.unit.cli.doubles import HttpFake
 
 INSTALLED = installed()
 NO_PROGRAM_TO_CHECK_WITH = {"otel-collector"}

@@ -21,7 +21,7 @@ from headrace_runtime.services import SERVICES
 from headrace_schemas import ModelEvent
 from headrace_schemas.http.registry_api import ModelList, ModelState, VersionList, VersionState
 from tests.support.processes import free_port
-from tests.unit.cli.hostile_stack import HttpFake
+from tests.unit.cli.doubles import HttpFake
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 _NAMES_BY_GROUP = {

@@ -24,7 +24,7 @@ from headrace_schemas.programs import MANIFEST_FILE, StoredLine
 from headrace_schemas.values.blobs import BlobRef, File, Fingerprint, Manifest
 from tests.docs.fences import check
 from tests.parity.stage import EXPLORER, TRAINER
-from tests.unit.cli.hostile_stack import HttpFake
+from tests.unit.cli.doubles import HttpFake
 from tests.unit.cli.test_cli import headrace
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)

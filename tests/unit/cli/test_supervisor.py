@@ -19,7 +19,7 @@ from headrace_operations.supervisor import Limits, StartFailed, Supervisor, read
 from headrace_operations.supervisor.process import BACKGROUND_NICENESS
 from headrace_operations.supervisor.state import NotRunning, supervisor_silence_s
 from tests.support.processes import alive, is_open, wait_until
-from tests.unit.cli.dummies import Dummies
+from tests.unit.cli.doubles import Dummies
 
 FAST = Limits(first_pause_s=0.05, pause_max_s=0.2, stop_timeout_s=5.0, health_interval_s=0.02)
 Make = Callable[..., Supervisor]

@@ -27,7 +27,7 @@ from headrace_cli.terminal import ProgressDisplay
 from headrace_operations import charts
 from headrace_runtime.errors import HeadraceError
 from headrace_schemas.values.text import printable
-from tests.unit.cli.hostile_stack import (
+from tests.unit.cli.doubles import (
     HOSTILE,
     TOGETHER,
     VERSION,

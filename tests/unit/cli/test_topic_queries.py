@@ -30,7 +30,7 @@ from headrace_schemas.values.blobs import BlobRef
 from tests.support.account_events import KEY, START, VERSION, experience, report, trajectory, turn, verdict
 from tests.support.training_history import History, assert_traces_agree, in_memory, made_up
 from tests.support.turns import ask, user
-from tests.unit.cli.hostile_stack import HttpFake
+from tests.unit.cli.doubles import HttpFake
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tests of feedback from the console: the gateway receives it, and the page shows the outcome."""
+"""Tests of forms that change other services: feedback through the gateway, and decisions on dead letters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 
 from headrace_console.pages.feedback import feedback_body
 from headrace_console.pages.session import feedback_outcomes
+from headrace_console.read_model import tables
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.sources import gateway
 from headrace_console.sources.gateway import GatewayClient
@@ -21,8 +22,8 @@ from headrace_gateway.requests.feedback import events_of
 from headrace_gateway.requests.feedback_request import FeedbackRequest
 from headrace_gateway.settings import LimitSettings
 from headrace_runtime.errors import Refused
-from headrace_schemas import Event, Feedback, Message
-from tests.support.account_events import START, turn
+from headrace_schemas import DeadLetter, DeadLetterDecision, Event, Feedback, Message
+from tests.support.account_events import START, letter, turn
 from tests.support.remembered import make_tables
 from tests.unit.console.support import BY_PAGE, Stand, form_token
 from tests.unit.console.test_sessions import KEY, TURN_ID, apply, foreign_events, session_events
@@ -51,7 +52,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Gateway:
 
 
 @pytest.fixture
-async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
+async def stand_with_turns(tmp_path: Path) -> AsyncIterator[Stand]:
     async with Stand(tmp_path) as opened:
         await apply(opened, [*session_events(), *foreign_events()])
         yield opened
@@ -81,9 +82,9 @@ async def turn_number(client: httpx2.AsyncClient) -> str:
     ],
 )
 async def test_reviewer_sends_feedback_that_the_gateway_accepts(
-    stand: Stand, stub: Gateway, fields: dict[str, str], *, of_turn: bool, body: dict[str, Any]
+    stand_with_turns: Stand, stub: Gateway, fields: dict[str, str], *, of_turn: bool, body: dict[str, Any]
 ) -> None:
-    client = await stand.signed_in("reviewer")
+    client = await stand_with_turns.signed_in("reviewer")
     turn = await turn_number(client) if of_turn else ""
     form = {"form_token": await form_token(client), "turn": turn, **fields}
     reply = await client.post(PATH, data=form, headers=BY_PAGE)
@@ -91,13 +92,13 @@ async def test_reviewer_sends_feedback_that_the_gateway_accepts(
     ((url, _, sent),) = stub.requests
     assert url.endswith("/v1/feedback")
     assert sent == {**body, "source": "console", "rater": "reviewer"}
-    (event,) = events_of(FeedbackRequest.model_validate(sent), CALLER, stand.clock, body_bytes=1000)
+    (event,) = events_of(FeedbackRequest.model_validate(sent), CALLER, stand_with_turns.clock, body_bytes=1000)
     assert (event.session_key, event.source, event.rater) == (KEY, "console", "reviewer")
     assert event.msg_ids == ((TURN_ID,) if of_turn else ())
 
 
-async def test_edited_tool_calls_reach_the_gateway_as_a_message(stand: Stand, stub: Gateway) -> None:
-    client = await stand.signed_in("reviewer")
+async def test_edited_tool_calls_reach_the_gateway_as_a_message(stand_with_turns: Stand, stub: Gateway) -> None:
+    client = await stand_with_turns.signed_in("reviewer")
     calls = '[{"name": "look_up", "arguments": {"who": "Ada"}}]'
     form = {"form_token": await form_token(client), "turn": await turn_number(client), "action": "edit"}
     reply = await client.post(PATH, data={**form, "tool_calls": calls}, headers=BY_PAGE)
@@ -108,9 +109,9 @@ async def test_edited_tool_calls_reach_the_gateway_as_a_message(stand: Stand, st
     assert request.edit.tool_calls[0].function.arguments == '{"who": "Ada"}'
 
 
-async def test_page_states_why_feedback_trains_nothing(stand: Stand, stub: Gateway) -> None:
+async def test_page_states_why_feedback_trains_nothing(stand_with_turns: Stand, stub: Gateway) -> None:
     stub.reply |= {"teaches": False, "reason": "no_logprobs"}
-    client = await stand.signed_in("reviewer")
+    client = await stand_with_turns.signed_in("reviewer")
     form = {"form_token": await form_token(client), "action": "score", "value": "1"}
     page = (await client.post(PATH, data=form, headers=BY_PAGE)).text
     assert "trains nothing. Your agent samples with temperature=0" in page
@@ -130,12 +131,12 @@ async def test_only_own_valid_feedback_can_be_withdrawn(tmp_path: Path, monkeypa
         return {(partition, offset): readable[offset] for partition, offset in positions if offset < len(readable)}
 
     monkeypatch.setattr(RecordReader, "read", read)
-    async with Stand(tmp_path) as stand:
-        await apply(stand, log[:1])
-        client = await stand.signed_in("reviewer")
+    async with Stand(tmp_path) as stand_with_turns:
+        await apply(stand_with_turns, log[:1])
+        client = await stand_with_turns.signed_in("reviewer")
         turn_path = f"{PATH}?turn={await turn_number(client)}"
         assert "Withdraw my" not in (await client.get(turn_path)).text
-        await apply(stand, log[:4])
+        await apply(stand_with_turns, log[:4])
         assert "Withdraw my edit<" in (await client.get(turn_path)).text, "the bus does not answer"
         readable[:] = log[:4]
         of_session, of_turn = (await client.get(PATH)).text, (await client.get(turn_path)).text
@@ -146,7 +147,7 @@ async def test_only_own_valid_feedback_can_be_withdrawn(tmp_path: Path, monkeypa
         assert "Who sent it?" in of_turn, "the question stands above the forms"
         assert "Withdraw my score" not in of_turn
         readable[:] = log
-        await apply(stand, log)
+        await apply(stand_with_turns, log)
         assert "Withdraw my" not in (await client.get(turn_path)).text
 
 
@@ -165,9 +166,9 @@ async def test_only_own_valid_feedback_can_be_withdrawn(tmp_path: Path, monkeypa
     ],
 )
 async def test_form_with_an_invalid_field_sends_nothing(
-    stand: Stand, stub: Gateway, fields: dict[str, str], status: int
+    stand_with_turns: Stand, stub: Gateway, fields: dict[str, str], status: int
 ) -> None:
-    client = await stand.signed_in("reviewer")
+    client = await stand_with_turns.signed_in("reviewer")
     reply = await client.post(PATH, data={"form_token": await form_token(client), **fields}, headers=BY_PAGE)
     assert reply.status_code == status, reply.text
     assert not stub.requests
@@ -180,12 +181,12 @@ async def test_edit_refuses_invalid_tool_calls(calls: str) -> None:
         feedback_body({"action": "edit", "tool_calls": calls}, {"session_id": "s"}, row)
 
 
-async def test_feedback_needs_role_form_token_and_origin(stand: Stand, stub: Gateway) -> None:
-    viewer = await stand.signed_in("viewer")
+async def test_feedback_needs_role_form_token_and_origin(stand_with_turns: Stand, stub: Gateway) -> None:
+    viewer = await stand_with_turns.signed_in("viewer")
     form = {"form_token": await form_token(viewer), "action": "score", "value": "1"}
     assert (await viewer.post(PATH, data=form, headers=BY_PAGE)).status_code == 403
     assert (await viewer.get(PATH)).status_code == 403
-    reviewer = await stand.signed_in("reviewer")
+    reviewer = await stand_with_turns.signed_in("reviewer")
     assert (await reviewer.post(PATH, data=form, headers=BY_PAGE)).status_code == 403
     valid_form = {**form, "form_token": await form_token(reviewer)}
     assert (await reviewer.post(PATH, data=valid_form, headers={"origin": "http://evil.example"})).status_code == 403
@@ -194,14 +195,14 @@ async def test_feedback_needs_role_form_token_and_origin(stand: Stand, stub: Gat
 
 
 async def test_read_only_console_sends_no_feedback(tmp_path: Path, stub: Gateway) -> None:
-    stand = Stand(tmp_path, read_only=True)
-    await make_tables(stand.console.database, "headrace_console")
-    await apply(stand, session_events())
-    client = await stand.signed_in("reviewer")
+    stand_with_turns = Stand(tmp_path, read_only=True)
+    await make_tables(stand_with_turns.console.database, "headrace_console")
+    await apply(stand_with_turns, session_events())
+    client = await stand_with_turns.signed_in("reviewer")
     form = {"form_token": await form_token(client), "action": "score", "value": "1"}
     assert (await client.post(PATH, data=form, headers=BY_PAGE)).status_code == 403
     assert not stub.requests
-    await stand.console.close()
+    await stand_with_turns.console.close()
 
 
 async def test_gateway_key_is_that_of_the_tenant(stub: Gateway) -> None:
@@ -245,3 +246,70 @@ UNDONE_EDIT = feedback(msg_ids=("a",), kind="edit", withdrawn=True)
 def test_outcome_of_feedback(events: list[Feedback], outcomes: list[str]) -> None:
     refused = {feedback(value=0.25).event_id: "unknown_target"}
     assert feedback_outcomes(events, counted={"console"}, untrained={"b": "eval"}, refused=refused) == outcomes
+
+
+GROUP = "service=collector&topic=turns&reason=invalid_event"
+
+
+def dead_letters(number: int) -> list[DeadLetter]:
+    return [letter(turn(f"t{at}"), "collector") for at in range(number)]
+
+
+def decision(about: DeadLetter, number: int, action: str) -> Event:
+    fields = {"time": START, "dead_letter_id": about.event_id, "number": number, "action": action, "reason": "x"}
+    return DeadLetterDecision.model_validate(fields)
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+async def test_newest_decision_gives_the_state_in_any_order(stand: Stand, *, is_reversed: bool) -> None:
+    first, second, third = dead_letters(3)
+    events: list[Event] = [first, second, third, decision(first, 1, "retried")]
+    events += [decision(first, 2, "discarded"), decision(second, 1, "retried")]
+    await apply(stand, events[::-1] if is_reversed else events)
+    client = await stand.signed_in("viewer")
+    for state in tables.LETTER_STATES:
+        page = (await client.get(f"/dead-letters?state={state}")).text
+        assert '<td class="number">1</td>' in page, state
+
+
+async def test_group_page_lists_letters_with_their_errors_escaped(stand: Stand) -> None:
+    (about,) = dead_letters(1)
+    await apply(stand, [about.model_copy(update={"error": "<script>alert(1)</script>"})])
+    client = await stand.signed_in("viewer")
+    page = (await client.get(f"/dead-letters/group?{GROUP.replace('invalid_event', about.reason)}")).text
+    assert about.event_id[:8] in page
+    assert "&lt;script&gt;" in page
+    assert "Discard" not in page, "a viewer changes nothing"
+    assert (await client.get(f"/dead-letters/{about.event_id}")).status_code == 200
+    assert (await client.get("/dead-letters/unknown")).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "path", ["/dead-letters", f"/dead-letters/group?{GROUP}", f"/dead-letters/plan?{GROUP}", "/dead-letters/x"]
+)
+async def test_user_of_some_tenants_sees_no_letter(tmp_path: Path, path: str) -> None:
+    stand = Stand(tmp_path, tenants=("default",))
+    await make_tables(stand.console.database, "headrace_console")
+    client = await stand.signed_in("operator")
+    assert (await client.get(path)).status_code == 403
+    await stand.console.close()
+
+
+@pytest.mark.parametrize("action", ["retry", "discard"])
+async def test_change_needs_the_role_operator_and_a_group(stand: Stand, action: str) -> None:
+    form = {"service": "collector", "topic": "turns", "kind": "invalid_event", "reason": "x"}
+    reviewer = await stand.signed_in("reviewer")
+    valid_form = {"form_token": await form_token(reviewer), **form}
+    assert (await reviewer.post(f"/dead-letters/{action}", data=valid_form, headers=BY_PAGE)).status_code == 403
+    operator = await stand.signed_in("operator")
+    assert (await operator.post(f"/dead-letters/{action}", data=form, headers=BY_PAGE)).status_code == 403
+    token = {"form_token": await form_token(operator), "reason": "x"}
+    assert (await operator.post(f"/dead-letters/{action}", data=token, headers=BY_PAGE)).status_code == 400
+    extra = {**form, **token, "ids": "1"}
+    assert (await operator.post(f"/dead-letters/{action}", data=extra, headers=BY_PAGE)).status_code == 400
+
+
+@pytest.mark.parametrize("query", ["state=lost", "state=open&order=x"])
+async def test_list_refuses_unknown_parameters(stand: Stand, query: str) -> None:
+    client = await stand.signed_in("viewer")
+    assert (await client.get(f"/dead-letters?{query}")).status_code == 400

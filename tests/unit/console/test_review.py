@@ -19,8 +19,18 @@ from headrace_runtime.errors import Refused
 from headrace_schemas import Event, Feedback, Turn
 from headrace_schemas.values.ids import session_key
 from tests.support.account_events import START
-from tests.unit.console.review import Bus, bus, make_queue, next_item, rate, session_of, stand, token_of
-from tests.unit.console.support import BY_PAGE, Stand
+from tests.unit.console.support import (
+    BY_PAGE,
+    Bus,
+    Stand,
+    bus,
+    make_queue,
+    next_item,
+    rate,
+    session_of,
+    stand,
+    token_of,
+)
 
 __all__ = ["bus", "stand"]
 SECRETS = (

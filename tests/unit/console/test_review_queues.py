@@ -22,8 +22,19 @@ from headrace_schemas import Feedback
 from headrace_schemas.values.ids import session_key
 from tests.support.account_events import START
 from tests.support.remembered import make_tables, recorded, scans
-from tests.unit.console.review import QUEUE, Bus, bus, make_queue, next_item, rate, session_of, stand, token_of
-from tests.unit.console.support import BY_PAGE, Stand
+from tests.unit.console.support import (
+    BY_PAGE,
+    QUEUE,
+    Bus,
+    Stand,
+    bus,
+    make_queue,
+    next_item,
+    rate,
+    session_of,
+    stand,
+    token_of,
+)
 from tests.unit.console.test_sessions import HOSTILE
 
 __all__ = ["bus", "stand"]

@@ -12,7 +12,7 @@ from headrace_inference.chat.answer import Delta
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.engine import Tokens
 from headrace_inference.http.wire import ResponseFormatter
-from tests.unit.inference.scripted import (
+from tests.unit.inference.conftest import (
     CALL,
     CONTEXT,
     FULL,

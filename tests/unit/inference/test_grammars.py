@@ -30,8 +30,18 @@ from headrace_schemas import Tool
 from headrace_schemas.http.answer_form import NamedFunction, NamedTool, ResponseFormat
 from tests.support.gateway import lenient
 from tests.unit.gateway.test_grammars import APPLY_PATCH, chat_tools, grammar
-from tests.unit.inference.conftest import Models, prompt_of, sample
-from tests.unit.inference.scripted import FULL, TOOLS, VERSION, Json, ScriptedEngine, client, joined
+from tests.unit.inference.conftest import (
+    FULL,
+    TOOLS,
+    VERSION,
+    Json,
+    Models,
+    ScriptedEngine,
+    client,
+    joined,
+    prompt_of,
+    sample,
+)
 
 SCHEMA: Json = {
     "type": "object",

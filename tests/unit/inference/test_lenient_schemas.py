@@ -41,8 +41,8 @@ from headrace_runtime.grammars.vocabulary import GrammarGuide
 from headrace_schemas.http.answer_form import UNHELD_KEYWORDS, ResponseFormat, unheld_keywords
 from tests.support.gateway import lenient, strict
 from tests.unit.gateway.test_hidden_fields import USER, parsed
+from tests.unit.inference.conftest import Json as JsonObject
 from tests.unit.inference.conftest import Models
-from tests.unit.inference.scripted import Json as JsonObject
 from tests.unit.inference.test_grammars import answer, compile_form, json_form
 
 

@@ -37,8 +37,7 @@ from headrace_schemas.events.turn import check_sets, iterate_sets
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.blobs import Fingerprint
 from tests.support import tiny_model
-from tests.unit.inference.conftest import MakeEngine, Models, prompt_of, sample
-from tests.unit.inference.scripted import Json, client
+from tests.unit.inference.conftest import Json, MakeEngine, Models, client, prompt_of, sample
 from tests.unit.inference.test_fleet import Rig
 from tests.unit.inference.test_grammars import FORMAT, RealEngine, ask_real
 

@@ -29,8 +29,7 @@ from headrace_runtime.storage.versions import file_digest, template_digest
 from headrace_schemas.events.chat import Sampling as RecordedSampling
 from headrace_schemas.http.replica_api import ScoreRequest, TokensToScore
 from tests.support.hostile_json import FORMAT, MESSAGES, TOOL, kinds_everywhere
-from tests.unit.inference.conftest import Models, prompt_of
-from tests.unit.inference.scripted import TOOLS, USER, VERSION, ScriptedEngine, ask, client
+from tests.unit.inference.conftest import TOOLS, USER, VERSION, Models, ScriptedEngine, ask, client, prompt_of
 
 EDGES = [
     "0", "-0", "0.0", "-0.0", "1", "2", "-1", "-2", "1e-39", "1e-45", "1e-320", "5e-324", "0.0099999", "0.01",

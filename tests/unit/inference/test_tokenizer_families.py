@@ -36,7 +36,7 @@ from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore
 from tests.support import tiny_model
 from tests.support.tokenizer_families import FAMILIES, Family
-from tests.unit.inference.scripted import Json, client, joined
+from tests.unit.inference.conftest import Json, client, joined
 
 PLACES = ["Paris", "New  York", 'a "b" {c}\n', "Zürich 😀"]
 SCHEMA = {

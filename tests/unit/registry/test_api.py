@@ -23,7 +23,7 @@ from headrace_runtime.http import web
 from headrace_runtime.settings.sections import Common, SecuritySettings
 from headrace_schemas.http.registry_api import ModelList, ModelState, VersionList
 from tests.support.hostile_json import TEXTS, kinds_everywhere
-from tests.unit.registry.catalog.conftest import CatalogBench
+from tests.unit.registry.conftest import CatalogBench
 from tests.unit.registry.rig import MODEL, Rig, loaded
 
 

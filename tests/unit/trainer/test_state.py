@@ -1,22 +1,27 @@
-"""Tests of the lineage state under any order of arrivals, steps, versions and refusals (P4, P10)."""
+"""Tests of the lineage state under any order of arrivals, steps, versions and refusals (P4, P10), and of its cost."""
 
 from __future__ import annotations
 
 import math
 import random
+import time
 from collections import Counter
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY
 
-from headrace_schemas import Restored, TrainingMetrics, TrainingOutcome, Undone
+from headrace_schemas import Branch, Experience, Restored, Span, TrainingMetrics, TrainingOutcome, Undone
+from headrace_schemas.events.trajectory import PreferenceSide, TurnReward
 from headrace_schemas.values.blobs import BlobRef
 from headrace_trainer.algorithms.baselines import Decay
+from headrace_trainer.algorithms.presets import Signals
 from headrace_trainer.algorithms.settings import AdvantageSettings
 from headrace_trainer.batches.prepare import prepare
 from headrace_trainer.experiences.admission import AdmissionLimits
 from headrace_trainer.experiences.history import History, PublishedVersion
+from headrace_trainer.experiences.replies import ReplyReader
 from headrace_trainer.experiences.reports import Unreported
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import WaitingExperience
@@ -296,3 +301,46 @@ def test_an_account_takes_what_fits_and_the_rest_follows_in_order(outcomes: int,
     for letter, count in (("o", outcomes), ("u", undone), ("r", restored)):
         assert [event for event in events if event[0] == letter] == [f"{letter}{n}" for n in range(count)]
     assert all(event[0] == "o" for event in events[:outcomes])
+
+
+SPANS_MAX, SIDES_MAX = 4096, 256
+VERSION = name(1)
+
+
+def with_branch(branch: Branch) -> Experience:
+    """Return an experience of `branch` with as many signals as an event may hold."""
+    turns = branch.turn_ids
+    update = {
+        "branch": branch,
+        "turn_rewards": tuple(TurnReward(turn_id=turn, value=0.0) for turn in turns),
+        "preferences": tuple(
+            PreferenceSide(turn_id=turn, preference_id=f"preference-{turn}", side="chosen")
+            for turn in turns[-SIDES_MAX:]
+        ),
+    }
+    return experience(1, VERSION).model_copy(update=update)
+
+
+def many_answers() -> Branch:
+    spans = tuple(
+        Span(start=2 * index + 1, logprobs=(-1.0,), turn_id=f"turn-{index}", version=VERSION)
+        for index in range(SPANS_MAX)
+    )
+    return Branch(token_ids=(2,) * (2 * SPANS_MAX + 1), spans=spans)
+
+
+def test_the_examples_of_the_largest_experience_take_linear_time(base: Path) -> None:
+    limits = AdmissionLimits(
+        vocabulary=320,
+        sequence_tokens=40_000,
+        max_staleness=2,
+        reward_max=100.0,
+        advantage_max=10.0,
+        correction_min=0.01,
+        signals=Signals(preferences=True, replies=True),
+        replies=ReplyReader(base, 0.2, 0.8),
+    )
+    largest = with_branch(many_answers())
+    began_s = time.process_time()
+    assert limits.examples(largest)
+    assert time.process_time() - began_s < 2.0, "it took 75 s when each answer was searched among all spans"

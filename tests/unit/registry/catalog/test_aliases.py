@@ -15,7 +15,7 @@ from headrace_registry.storage.tables import LEASE
 from headrace_runtime.errors import Unavailable
 from headrace_schemas import Routing
 from headrace_schemas.http.catalog import AuditList
-from tests.unit.registry.catalog.conftest import OPPONENT, CatalogBench, refusal
+from tests.unit.registry.conftest import OPPONENT, CatalogBench, refusal
 
 
 async def move(bench: CatalogBench, **moves: tuple[str | None, str | None]) -> tuple[int, str]:

@@ -16,7 +16,7 @@ from headrace_runtime.storage.records import Records
 from headrace_runtime.storage.versions import read_manifest
 from headrace_schemas.http.catalog import GarbageReport
 from headrace_schemas.values.blobs import BlobRef, File
-from tests.unit.registry.catalog.conftest import OPPONENT, CatalogBench, refusal
+from tests.unit.registry.conftest import OPPONENT, CatalogBench, refusal
 from tests.unit.registry.rig import MODEL
 
 
@@ -41,7 +41,7 @@ def save_lineage(blobs: BlobStore, name: str, *versions: str) -> None:
     """Store a trainer's state, as `headrace_trainer.lineage.saved` writes it, that continues from the last of
     `versions`."""
     from headrace_trainer.lineage.saved import Pointer
-    from tests.unit.registry.catalog.conftest import saved
+    from tests.unit.registry.conftest import saved
 
     state = saved(name, *versions)
     area = blobs.area(f"lineages/{name}/0000000001")
@@ -232,7 +232,7 @@ def test_lineage_reader_agrees_with_the_trainer(tmp_path: object) -> None:
 
 def save_lineage_in_memory(blobs: BlobStore, names: list[str]) -> None:
     from headrace_trainer.lineage.saved import Pointer
-    from tests.unit.registry.catalog.conftest import saved
+    from tests.unit.registry.conftest import saved
 
     state = saved("main", *names)
     ref = blobs.put(state.model_dump_json().encode())

@@ -17,7 +17,7 @@ from headrace_schemas import Routing
 from headrace_schemas.http.catalog import NoteList
 from headrace_schemas.http.registry_api import VersionList
 from headrace_schemas.values.blobs import File
-from tests.unit.registry.catalog.conftest import OPPONENT, CatalogBench, refusal
+from tests.unit.registry.conftest import OPPONENT, CatalogBench, refusal
 from tests.unit.registry.rig import MODEL, loaded
 
 
