@@ -332,3 +332,13 @@ async def test_a_raw_prompt_that_is_none_is_refused(tokenizer: ChatTokenizer, fi
         response = await ask(http, **fields)
     assert response.status_code == 400
     assert "prompt" in response.json()["error"]["message"]
+
+
+async def test_an_engine_that_cannot_refuses_by_name(tokenizer: ChatTokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, "Hi.")
+    engine.grammars = False
+    async with client(engine, tokenizer) as http:
+        for fields in ({"response_format": {"type": "json_object"}}, {"tools": TOOLS, "tool_choice": "required"}):
+            refused = await ask(http, **fields)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] in fields

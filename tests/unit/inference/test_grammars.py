@@ -32,7 +32,6 @@ from tests.support.gateway import lenient
 from tests.unit.gateway.test_grammars import APPLY_PATCH, chat_tools, grammar
 from tests.unit.inference.conftest import (
     FULL,
-    TOOLS,
     VERSION,
     Json,
     Models,
@@ -396,13 +395,3 @@ async def test_over_http(engine: TorchEngine, models: Models, tokenizer: ChatTok
         rest = await ask_real(http, response_format=FORMAT, stream=True, headrace_resume=resume, **FULL)
         chunks = [json.loads(line[6:]) for line in rest.text.split("\n\n") if line.startswith("data: {")]
         assert joined(chunks)["token_ids"] == several["choices"][0]["token_ids"][5:]
-
-
-async def test_an_engine_that_cannot_refuses_by_name(tokenizer: ChatTokenizer) -> None:
-    engine = ScriptedEngine(tokenizer, "Hi.")
-    engine.grammars = False
-    async with client(engine, tokenizer) as http:
-        for fields in ({"response_format": {"type": "json_object"}}, {"tools": TOOLS, "tool_choice": "required"}):
-            refused = await ask_real(http, **fields)
-            assert refused.status_code == 400
-            assert refused.json()["error"]["param"] in fields
