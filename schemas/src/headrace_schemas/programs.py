@@ -65,7 +65,9 @@ class MergedLine(Model):
 
 
 class BaseLine(Model):
-    """A line `base`: the folder with the tokenizer and the chat template."""
+    """Input line `base` of the tokenizing program: folder of the base model, whose tokenizer and chat template are
+    used.
+    """
 
     folder: str
     tokens_max: Annotated[int, Field(ge=2)] | None = None
@@ -112,7 +114,9 @@ class WrittenBranch(Model):
 
 
 class WrittenLine(Model):
-    """A line `written`: the branches of each answer."""
+    """Output line `written` of the tokenizing program: for each answer of a row, the token sequences (branches) to
+    train.
+    """
 
     number: int
     answers: tuple[tuple[WrittenBranch, ...], ...]

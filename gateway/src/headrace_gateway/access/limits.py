@@ -71,10 +71,10 @@ class Meter:
         return self._refuse_concurrency(1, holder)
 
     def charge(self, requests: int) -> ApiError | None:
-        """Take requests for the events that a request causes.
+        """Take one request per event from the bucket of requests, for a request that causes several events. Return the
+        error 429 if the bucket is already negative.
 
-        The bucket may become negative; further requests are then refused before their body is read. A caller whose
-        bucket is already negative is refused here.
+        The bucket may become negative by this; further requests are then refused before their body is read.
         """
         if self._requests.level < 0:
             wait_s = self._requests.wait_s(1)
@@ -189,7 +189,11 @@ class RequestLimits:
                 meter.end(choices - 1, unused)
 
     def charge(self, caller: Caller, events: int) -> None:
-        """Count each of `events` of an admitted request as a request. Raises `ApiError` 429."""
+        """Charge an admitted request that causes several events as that many requests.
+
+        Raises:
+            ApiError: 429, the caller has used up its rate limit.
+        """
         if events <= 1:
             return
         for _, meter in self._meters_of(caller):
@@ -237,7 +241,7 @@ class RequestLimits:
 
 
 def _part(total: LimitSettings, share: float) -> LimitSettings:
-    """Return the part of the total that one tenant may use."""
+    """Return rate limits that are a share of the total ones, for one tenant."""
     return total.model_copy(
         update={
             "requests_per_s": total.requests_per_s * share,

@@ -40,7 +40,7 @@ class StreamedAnswer(Protocol):
         """Return the bytes that keep a silent stream open, or none if the API has no such event."""
 
     def end(self) -> bytes:
-        """Return the bytes that end the stream. The turn is durable by then."""
+        """Return the last bytes of the stream, after the turn was stored durably."""
 
     def broken(self, error: ApiError) -> bytes:
         """Return the bytes that report `error` inside of the stream."""

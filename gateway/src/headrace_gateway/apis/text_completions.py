@@ -69,7 +69,9 @@ class _CompletionRequest(Model):
 
 
 class TextRequest(ChatRequest):
-    """A text completion as a call with one message."""
+    """Request of `POST /v1/completions`, represented as a chat request whose prompt is used without the chat
+    template.
+    """
 
     raw: RawPrompt
 

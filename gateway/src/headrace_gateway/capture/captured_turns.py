@@ -245,7 +245,9 @@ def read_turn(turn: Turn) -> CapturedTurn:
 
 
 def message_digests(messages: Sequence[bytes]) -> bytes:
-    """Return the digests of a conversation up to each of its messages, one after the other."""
+    """Return one digest for each message, of the conversation up to and including it, concatenated. Equal digests
+    identify a common beginning of two conversations.
+    """
     digests = []
     digest = b""
     for message in messages:

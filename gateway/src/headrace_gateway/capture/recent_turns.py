@@ -103,7 +103,9 @@ class RecentTurns:
         return TrainingEffect(True) if can_teach else None
 
     def _outcome(self, tenant: str, response: _Response, kind: Kind) -> TrainingEffect | None:
-        """Return whether feedback of this kind about the response can train anything, or None if that is unknown."""
+        """Return whether feedback of this kind (for example a value or an edit) on a response will be trained, and if
+        not, why; None if it is unknown.
+        """
         if response.untrained is not None:
             return TrainingEffect(False, response.untrained)
         learns = self._signals_of(response.model, response.version)

@@ -69,8 +69,10 @@ class ChoiceSoFar:
 
 @dataclass(slots=True)
 class Transcript:
-    """Tokens and texts of all choices so far. `version` is the first version that the engine reported, also after a
-    resume."""
+    """Tokens and texts of an answer that is being streamed, collected for its turn event.
+
+    `version` is the version that the first replica reported, also after another replica has resumed the answer.
+    """
 
     replica_id: str = ""
     replica_started_at: datetime | None = None

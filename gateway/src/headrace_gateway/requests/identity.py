@@ -116,7 +116,9 @@ class CallIdentity:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetadata:
-    """The labels of a request outside its messages."""
+    """Labels by which a client assigns a request to sessions, tasks and runs: its `X-` headers, and the field
+    `metadata` of its body.
+    """
 
     headers: Mapping[bytes, bytes]
     metadata: Mapping[str, JsonValue]

@@ -35,7 +35,7 @@ class _Waiting:
 
 @dataclass(slots=True)
 class _Line:
-    """Waiting calls of a tenant. Its sessions take turns, and each session keeps its order."""
+    """Waiting calls of one tenant: a queue for each session, served in turn."""
 
     sessions: OrderedDict[str, deque[_Waiting]] = field(default_factory=OrderedDict)
 

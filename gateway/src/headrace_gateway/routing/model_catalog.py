@@ -120,7 +120,9 @@ class ModelCatalog:
         return _aliases(routing).get(target.alias) if routing else None
 
     def untrained(self, model: str, version: str) -> str | None:
-        """Return the reason why answers of `version` are never trained, or None if they may be."""
+        """Return the reason why turns answered by `version` are excluded from training (it was registered by an
+        operator), or None.
+        """
         routing = self._rows.get(model)
         return REGISTERED if routing is not None and version in routing.untrained else None
 

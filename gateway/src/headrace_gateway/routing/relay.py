@@ -194,7 +194,11 @@ class Relay:
                 yield chunk
 
     async def _body(self, call: ChatCall, upstream: Upstream) -> bytes:
-        """Return the request for a replica, with the exact tokens of the conversation if that replica lacks them."""
+        """Return the body of the request to a replica.
+
+        If the replica has not sampled the session's last answer itself, the body contains the exact tokens of the
+        conversation, so that they need not be tokenized again.
+        """
         earlier = self._captured.of_session(call.identity)
         unseen = unseen_answer(call, upstream.version, upstream.member.replica, earlier)
         if unseen is None:

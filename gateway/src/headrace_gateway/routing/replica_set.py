@@ -63,7 +63,11 @@ class ReplicaStatus:
 
     @property
     def load(self) -> float:
-        """Calls per slot. Our own calls are newer than the heartbeat, which includes calls of other gateways."""
+        """Calls in flight divided by the replica's capacity.
+
+        Own calls are counted by this process; the replica's heartbeat adds those of other gateways but is older, so the
+        larger number counts.
+        """
         return max(self.in_flight, self.replica.in_flight) / self.replica.capacity
 
 

@@ -73,7 +73,9 @@ def port(number: Any) -> tuple[dict[str, Any], str]:
 
 
 def data(name: str, explanation: str = "for the program that plays the tasks") -> Rule:
-    """Return the rule that copies the value to `Conversion.data`."""
+    """Return a conversion rule for a field of a Trinity configuration that no setting corresponds to: its value is
+    copied to `Conversion.data`, with an explanation for the user.
+    """
     return lambda value: ({f"data.{name}": value}, explanation)
 
 

@@ -110,7 +110,7 @@ class TurnAccountBuilder:
         self._problems_total = 0
 
     def add(self, event: Event) -> None:
-        """Add one event. Events of other topics than `TOPICS` are ignored."""
+        """Update the states of the turns that an event is about. Events of other topics than `TOPICS` are ignored."""
         match event:
             case Turn():
                 turn = self._turns[event.tenant, event.turn_id]

@@ -28,7 +28,7 @@ class KnownModels:
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """The rule that a trajectory breaks."""
+    """Reason why an ingested trajectory is invalid: the rule that it breaks, the field and an explanation."""
 
     code: str
     """A short, stable name of the rule."""

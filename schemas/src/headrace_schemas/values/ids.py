@@ -195,7 +195,9 @@ def refusal_of(name: str, *, whole_word: bool = True) -> str | None:
 
 
 def _split(source: str) -> tuple[str, bool]:
-    """Return the word before the first colon, in plain lower-case letters, and whether there is a colon."""
+    """Return the part of a source's name before the first colon, normalized so that look-alike characters count as
+    equal, and whether there is a colon.
+    """
     folded = unicodedata.normalize("NFKD", unicodedata.normalize("NFKC", source.translate(_PLAIN)).casefold())
     at = next((at for at, character in enumerate(folded) if character in _COLONS), len(folded))
     visible = (character for character in folded[:at] if unicodedata.category(character)[0] not in "CMZ")

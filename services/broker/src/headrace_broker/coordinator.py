@@ -162,7 +162,9 @@ class Coordinator:
             raise
 
     def tick(self) -> None:
-        """Advance the time of all groups. Must be called every `TICK_S`."""
+        """Remove members of consumer groups whose sessions have expired, end delayed rebalances, and store changed
+        groups. Must be called every `TICK_S`.
+        """
         now_s = self._clock.monotonic_s()
         for group in self._groups.values():
             group.tick(now_s)

@@ -125,7 +125,9 @@ class Connection:
             raise
 
     async def _start_of_frame(self) -> bytes:
-        """Wait for the size of the next request, without a timeout while the client waits for responses."""
+        """Read the 4 bytes with the size of the client's next request. While the client waits for responses, there is
+        no timeout.
+        """
         while True:
             try:
                 idle_s = CONNECTION_IDLE_S if self._login.done else TRANSFER_TIMEOUT_S

@@ -126,11 +126,10 @@ async def _load_due_ends(tx: AsyncConnection, now: datetime, started: datetime) 
 
 
 async def _replace_by_session_ends(tx: AsyncConnection, row: RowMapping) -> None:
-    """Replace the end of a tenant, whose offsets were reached, by an end for each of its open sessions in its
-    partition.
+    """Replace the request to end all sessions of a tenant by one request for each open session of its partition.
 
-    Sessions without feedback have none of its runs. A session with such an end already gets no second one, or commits
-    in a row would make all other ends wait behind them.
+    Sessions without unused feedback are not ended. A session that already has such a request gets no second one;
+    otherwise repeated commits would delay all other ends.
     """
     names = ["tenant", "session_key", "partition", "turns_until", "feedback_until", "reason", "before_ms", "at_ms"]
     constants = {name: literal(row[name], ends.c[name].type) for name in names if name != "session_key"}

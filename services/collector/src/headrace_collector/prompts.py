@@ -149,7 +149,7 @@ class Prompts:
         return self._prompts[turn_id].answers
 
     def tools(self, turn_id: str) -> tuple[Tool, ...]:
-        """Return the tools that were offered to a turn."""
+        """Return the definitions of the tools that the model could call in a turn."""
         return self._prompts[turn_id].tools
 
     def messages(self, turn_id: str) -> tuple[Message, ...]:

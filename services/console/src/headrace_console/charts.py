@@ -27,7 +27,7 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A horizontal line such as a margin."""
+    """A horizontal line across a chart with its label, for example the margin of a guardrail."""
 
     value: float
     label: str

@@ -48,7 +48,9 @@ class ScoredVersion:
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """Verdict on the difference between the audit scores of the champion and of the first version."""
+    """Statement of the console on whether the model learns: the champion's scores on the audit tasks (held-out tasks)
+    against those of the first version.
+    """
 
     verdict: Literal["learns", "worse", "unclear", "unmeasured"]
     sentence: str

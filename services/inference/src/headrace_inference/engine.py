@@ -220,7 +220,9 @@ class Engine(Protocol):
         """Return the number of unfinished choices of the version; None: of all versions."""
 
     async def drained(self, version: str | None = None) -> None:
-        """Wait until no choice of the version is in flight; None: of any version."""
+        """Wait until all choices (answers being sampled) of a version have ended; None waits for those of all
+        versions.
+        """
 
     def context_tokens(self, version: str) -> int:
         """Return the largest length of prompt plus completion."""

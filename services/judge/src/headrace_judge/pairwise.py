@@ -42,7 +42,8 @@ class PairwiseComparisons:
         self._pairs_max = PAIRS_PER_TASK_MAX
 
     async def add_run(self, tx: AsyncConnection, now: datetime, case: RunToJudge, trajectory: Trajectory) -> str | None:
-        """Add a run to the contest of its task, and queue a comparison with each of its opponents.
+        """Register a run for pairwise comparison with the other runs of its task, and queue one judge call per
+        opponent.
 
         Returns:
             The reason why the run is not compared, or None.

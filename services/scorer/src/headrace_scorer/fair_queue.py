@@ -46,7 +46,9 @@ class FairQueue(Generic[T]):
         return slots if self.free_bytes(tenant) > 0 else 0
 
     def free_bytes(self, tenant: str) -> int:
-        """Return how many bytes of the tenant's items fit. An item that begins within them may be larger."""
+        """Return how many bytes the queue accepts from a tenant now. An item larger than that is still accepted if the
+        result is at least 1.
+        """
         limit = self._bytes_max if self.count(tenant) else 2 * self._bytes_max
         free = self._bytes_max - self._size_bytes
         return free if free > 0 else min(1, max(limit - self._size_bytes, 0))

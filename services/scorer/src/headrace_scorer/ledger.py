@@ -62,7 +62,9 @@ class LedgerEntries:
 
     @property
     def open_sources(self) -> set[str]:
-        """Sources of rewards with names that callers chose, and not reserved for a service of Headrace."""
+        """Sources that have rewarded the trajectory and whose names callers chose, as opposed to those that belong to a
+        service of Headrace.
+        """
         sources = {key.source for key in self._latest if key.kind == "reward"}
         return {source for source in sources if owner_of(source) is None}
 

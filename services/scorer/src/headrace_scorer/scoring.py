@@ -122,7 +122,9 @@ class Scoring:
         return self._settings.policy([function.source for function in self.functions])
 
     def inputs(self, feedback_set: FeedbackSet) -> str:
-        """Return a digest of the feedback that functions read. When it changes, they must be called again."""
+        """Return a digest of that part of the feedback which the reward functions take as a parameter; empty if there
+        is none. When the digest changes, the functions must be called again.
+        """
         inputs: object = None
         if any("feedback" in function.parameters for function in self.functions):
             inputs = [event.event_id for event in feedback_set.all]
@@ -159,7 +161,9 @@ class Scoring:
             await self._completed.put(await self.perform(await self._waiting.get()))
 
     async def perform(self, work: LoadedJob) -> CompletedJob:
-        """Call the functions of a job that are still loaded, one after the other."""
+        """Call the reward functions of a job one after the other, and return their outcomes. Functions that are not
+        loaded any more are skipped.
+        """
         outcomes = {}
         for name in work.order.functions:
             if any(function.name == name for function in self.functions):

@@ -107,9 +107,8 @@ class DryRun:
             self._act(BEGINNING_OF_TIME, recorded_size)
 
     def _with_branch(self, experience: Experience) -> Experience:
-        """Return the experience with its branch, which a withdrawal may lack.
-
-        Training would read it again from the bus.
+        """Return the experience with its branch, which is missing in the event of a withdrawn reward and is taken from
+        the earlier event.
         """
         name = experience.experience_id
         if experience.branch is not None:

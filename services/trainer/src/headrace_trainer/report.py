@@ -96,7 +96,11 @@ class Reporter:
         self._console = Console(stderr=True) if sys.stderr.isatty() else None
 
     def report_step(self, measured: Mapping[str, float], state: LineageState) -> None:
-        """Report a step. `measured` are the measurements that `Lineage.step` returned."""
+        """Publish the measurements of one training step: to the metrics, TensorBoard, and the log or the terminal.
+
+        Args:
+            measured: measurements by name, as `Lineage.step` returned them.
+        """
         STEPS.set(state.steps)
         STEP_SECONDS.observe(measured["step_seconds"])
         points = {name if "/" in name else f"step/{name}": value for name, value in measured.items()}

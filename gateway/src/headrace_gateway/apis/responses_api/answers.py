@@ -69,7 +69,7 @@ class _OpenItem(OpenPart):
         return output.function_call(self.item_id, self.call.id, name, self.tool, self.text, status)
 
     def part(self) -> Json:
-        """Return the content part of a message or of reasoning."""
+        """Return the content part (text or reasoning) of this item in the format of the Responses API."""
         return output.text_part(self.text) if self.kind == "msg" else output.reasoning_part(self.text)
 
 

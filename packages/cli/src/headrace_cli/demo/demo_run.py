@@ -136,7 +136,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class StackAddress:
-    """Addresses of a running Headrace, whoever started it."""
+    """Addresses of the Headrace that a demo uses, which the demo or the user has started."""
 
     bus: str
     gateway: str

@@ -186,7 +186,7 @@ class Row:
 
 
 def median_row(name: str, seeds: Sequence[Sequence[Row]]) -> list[float]:
-    """Return the median of one measure over the seeds, for each row."""
+    """Return for each row of a demo's table the median of the measure `name` over the runs with different seeds."""
     return [statistics.median(row.measures[name] for row in same) for same in zip(*seeds, strict=True)]
 
 

@@ -133,7 +133,7 @@ def tool_failed(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterato
 
 
 def looped(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
-    """Yield a hint against each turn that repeats an earlier call with the same arguments."""
+    """Yield a negative hint for each turn with a tool call that the run has made before with the same arguments."""
     earlier_calls: set[tuple[str, str]] = set()
     for exchange in run:
         calls = {(call.function.name, _canonical(call.function.arguments)) for call in exchange.answer.tool_calls or ()}

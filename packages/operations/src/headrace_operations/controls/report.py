@@ -35,7 +35,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Results of one control over all seeds."""
+    """Results of one control experiment (for example training on shuffled rewards), summarized over all its seeds."""
 
     control: Control
     score: Mean
@@ -70,10 +70,10 @@ class Row:
 
     @property
     def as_expected(self) -> bool:
-        """Whether the result is the expected one.
+        """Whether the control experiment ended as its kind predicts.
 
-        A result that is `open` is only unexpected if the score falls, and `not better` only if it certainly rises by
-        more than the accepted share of the true gain.
+        With `open` every result but a fall of the score is as expected. With `not better` it is unexpected only if the
+        score certainly rises by more than the accepted share of the true reward's gain.
         """
         expected = self.control.expected
         if expected == "not better":

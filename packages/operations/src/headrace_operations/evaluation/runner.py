@@ -118,7 +118,9 @@ class Evaluation:
 
 
 class Player:
-    """Plays tasks with any version, several at a time. The caller must close it."""
+    """Runs the agent on evaluation tasks with any version; several threads may play at once. The caller must close
+    it.
+    """
 
     def __init__(self, options: EvaluationOptions) -> None:
         """Load the agent and open the client.

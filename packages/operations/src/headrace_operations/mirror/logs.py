@@ -247,7 +247,9 @@ async def translate_position(source: Side, target: Side, topic_partition: TopicP
 
 
 async def read_rows(side: Side, topic_partition: TopicPartition, end: int | None = None) -> Rows:
-    """Read the newest row of each key up to `end`, by default all."""
+    """Read a compacted partition: return for each key its newest record with the offset, of the records before the
+    offset `end` (by default all).
+    """
     begin, last = (await side.bounds([topic_partition]))[topic_partition]
     newest: Rows = {}
     async for offset, row in side.read(topic_partition, begin, last if end is None else end):

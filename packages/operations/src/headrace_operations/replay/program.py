@@ -181,7 +181,9 @@ async def checkpoints(topics: Topics, prefix: str) -> list[Checkpoint]:
 async def train(
     request: Request, recorded: bool, log: Path, progress: Callable[[TrainingReports], None]
 ) -> TrainingReports:
-    """Train on the whole copy. Raises the errors of `run_trainer`."""
+    """Train on all experiences of the copied topics, and return the trainer's reports. Raises the errors of
+    `run_trainer`.
+    """
     environ = request.environ(
         lineage=request.lineage,
         topic=request.topic,

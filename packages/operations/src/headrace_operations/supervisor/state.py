@@ -58,7 +58,7 @@ class ServiceState(BaseModel):
 
 
 class RunState(BaseModel):
-    """State of one `headrace up`."""
+    """Contents of the state file of a running `headrace up`: its process, addresses and services."""
 
     model_config = ConfigDict(frozen=True)
 

@@ -242,7 +242,11 @@ class _StrictConnection(h11.Connection):
         """Number and bytes of the chunks of the present body."""
 
     def next_event(self) -> Any:
-        """Return the next event. Raises `h11.RemoteProtocolError` for an invalid or an ambiguous request."""
+        """Return h11's next event, after checks that h11 omits.
+
+        Raises:
+            h11.RemoteProtocolError: the request is invalid, its length is ambiguous, or its header is too large.
+        """
         try:
             event = super().next_event()
             if isinstance(event, h11.Request):

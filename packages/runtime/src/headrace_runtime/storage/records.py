@@ -19,21 +19,27 @@ _READS_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One value of the sequence, with its number."""
+    """One stored value, with its number in the sequence."""
 
     number: int
     data: bytes
 
 
 class Records:
-    """Records of the value `name` in a blob store. Methods block and raise `Unavailable`."""
+    """Sequence of numbered records in a blob store, of which the newest one is the current value of `name`. Methods
+    block and raise `Unavailable`.
+    """
 
     def __init__(self, blobs: BlobStore, name: str) -> None:
         self._blobs = blobs
         self._folder = f"records/{name}"
 
     def newest(self) -> Record | None:
-        """Return the valid record, or None if there is none."""
+        """Return the record with the highest number, which is the current value, or None if none was written.
+
+        Raises:
+            Unavailable: the value is replaced faster than it can be read.
+        """
         for _ in range(_READS_MAX):
             numbers = self._numbers()
             if not numbers:

@@ -55,7 +55,9 @@ def file_digest(path: Path) -> str:
 
 
 def template_digest(folder: Path) -> str:
-    """Return the SHA-256 of all chat templates in a model's folder, or that of no bytes without any."""
+    """Return a SHA-256 that identifies the chat templates in a model's folder. Folders without a template share one
+    digest.
+    """
     names = [path.relative_to(folder).as_posix() for path in model_files(folder)]
     return _template_sha256({name: (folder / name).read_bytes() for name in names if _may_contain_template(name)})
 

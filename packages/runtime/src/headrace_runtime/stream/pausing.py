@@ -37,7 +37,7 @@ class RefusalLimit:
         self._run = 0
 
     def note(self, refused: Sequence[bool]) -> None:
-        """Count records in order. Each value is whether the record was refused."""
+        """Add the outcomes of records in order: True for a refused one, False for a handled one."""
         for is_refused in refused:
             self._run = self._run + 1 if is_refused else 0
             self._recent.append(is_refused)
@@ -60,7 +60,7 @@ class RefusalLimit:
 
     @property
     def reason(self) -> str | None:
-        """The exceeded limit, or None if another record may be refused."""
+        """Sentence about the limit that the refused records exceed; None while further records may be refused."""
         bounds, window = self._bounds, len(self._recent)
         if bounds.run_max and self._run > bounds.run_max:
             return f"{bounds.run_max} records in a row were refused (dead_letters.run_max)"
@@ -83,7 +83,9 @@ class TenantLimits:
         self._over: dict[str, str] = {}
 
     def note(self, tenant: str, *, refused: bool) -> None:
-        """Count a record that was handled, or refused with a durable dead letter."""
+        """Add the outcome of one record to its tenant's counters: handled, or refused (its dead letter must be
+        durable).
+        """
         limit = self._limit(tenant)
         limit.note([refused])
         if not refused:

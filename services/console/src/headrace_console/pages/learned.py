@@ -17,7 +17,7 @@ ORDERS = ("up", "down")
 
 
 async def learned(visit: Visit) -> Response:
-    """List the sessions that a version was trained on since the version before it."""
+    """Show the page of the sessions on which a version was trained, beyond those of the version before it."""
     first = choice_of(visit.parameters("first"), "first", ORDERS)
     version = (await find_version(visit)).id
     async with visit.transaction() as tx:

@@ -216,7 +216,9 @@ async def last_rated(tx: AsyncConnection, queue: Queue, rater: str) -> Row | Non
 
 
 async def store_verdict(tx: AsyncConnection, verdict: Verdict, session: int) -> None:
-    """Store a verdict before it is sent, and end the reservation."""
+    """Store a rater's verdict about a queue's item before it is sent as feedback, and release the rater's reservation
+    of the item.
+    """
     await upsert_all(tx, review_tables.verdicts, ("item", "rater", "number"), [verdict.row(session, -1)])
     table = review_tables.reservations
     await tx.execute(delete(table).where(_of_rater(table, verdict.name, verdict.rater)))

@@ -99,7 +99,9 @@ def sides_of(item: str, choices: int, rater: str, *, repeated: bool) -> tuple[in
 
 
 def is_verdict(event: Feedback) -> bool:
-    """Return whether feedback has the source and the rater of a verdict. Its id may still be another one."""
+    """Return whether feedback has the form of a verdict: the source is a review queue and it names a rater. Whether its
+    id is that of a verdict is not checked.
+    """
     queue = event.source.removeprefix(SOURCE_PREFIX)
     return queue != event.source and event.rater is not None and QUEUE_NAME.fullmatch(queue) is not None
 

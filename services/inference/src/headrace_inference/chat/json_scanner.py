@@ -214,7 +214,9 @@ def _begun_length(stop: str, begun: int, text: str) -> int:
 
 @lru_cache(maxsize=1024)
 def _borders(stop: str) -> tuple[int, ...]:
-    """Return, for each length of a beginning of `stop`, the length of its longest end that is a beginning, too."""
+    """Return the failure function of Knuth, Morris and Pratt for the search of `stop`: for each prefix length, the
+    length of the longest proper suffix of that prefix that is also a prefix of `stop`.
+    """
     borders = [0, 0]
     for character in stop[1:]:
         length = borders[-1]

@@ -182,7 +182,11 @@ class TorchEngine:
         return loaded[0]
 
     def _limit(self, model: Model, prompt_tokens: int, max_tokens: int | None) -> int:
-        """Return the length at which a sequence ends. Raises `ContextLengthExceeded`."""
+        """Return the total number of tokens (prompt and answer) at which sampling of a sequence must stop.
+
+        Raises:
+            ContextLengthExceeded: prompt and `max_tokens` do not fit into the model's context.
+        """
         context = self.context_tokens(model.version)
         if prompt_tokens + (max_tokens or 1) > context:
             raise ContextLengthExceeded(prompt_tokens, max_tokens, context)

@@ -210,7 +210,9 @@ class Quarantine:
         self.group = deque(self._untried.popleft() if self._untried else ())
 
     def leave(self) -> list[Sequence]:
-        """Return all released sequences in order of arrival once no group is left, and end the quarantine."""
+        """End the quarantine if no group is left to retry, and return the released sequences in order of arrival; else
+        return an empty list.
+        """
         if self.group:
             return []
         released = sorted(self._released, key=lambda sequence: sequence.arrival)

@@ -182,7 +182,11 @@ class PrefixCache:
         return None, 0
 
     def add(self, tokens: Sequence[int], kv: Tensor, salt: str = "") -> None:
-        """Add the KV of `tokens`, unless it is larger than the whole cache or shorter than a block."""
+        """Store the attention keys and values of a finished sequence, so that later prompts with the same beginning
+        reuse them.
+
+        Nothing is stored for a sequence that is larger than the whole cache or shorter than a block.
+        """
         entry = Entry(salt, tokens, kv, _keys(tokens, salt))
         if not entry.keys or entry.bytes > self._bytes_max:
             return

@@ -88,7 +88,12 @@ def weight(log_weight: float) -> float:
 
 
 def overlap(log_weights: Sequence[float]) -> Overlap:
-    """Return the overlap statistics of answers with these log weights."""
+    """Compute how well recorded answers represent a candidate: their number, the effective sample size and the mean
+    importance weight.
+
+    Args:
+        log_weights: log importance weight of each answer, candidate against the version that sampled it.
+    """
     weights = [weight(log_weight_of_answer) for log_weight_of_answer in log_weights]
     squares = math.fsum(log_weight_of_answer * log_weight_of_answer for log_weight_of_answer in weights)
     total = math.fsum(weights)

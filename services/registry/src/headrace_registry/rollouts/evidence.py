@@ -256,7 +256,7 @@ class Evidence:
 
     @property
     def measured(self) -> int:
-        """Number of units with a value of a success metric, in the arm that has fewer of them."""
+        """Number of users or sessions (units) for which a success metric has a value, in the smaller of both arms."""
         successes = {success.metric for success, _ in self._successes}
         return max(min(monitor.units_with_value) for (name, _), monitor in self._monitors.items() if name in successes)
 
@@ -323,7 +323,9 @@ class Evidence:
         return self._unproven(self._entries[stage_index], "maturity")
 
     def _unproven(self, tests: Iterable[tuple[str, SequentialTest]], age: ReadingAge) -> tuple[str, ...]:
-        """Return the metrics whose test has not succeeded yet. Metrics without any value are left out."""
+        """Return the metrics whose sequential test has not rejected its null hypothesis yet. Metrics for which no value
+        ever arrived are left out.
+        """
         enough = min(self._read[age]) >= SILENT_UNITS
         silent = {name for name, _ in tests if enough and self._monitors[name, age].contrasts.count == 0}
         return tuple(name for name, test in tests if not test.null_rejected and name not in silent)

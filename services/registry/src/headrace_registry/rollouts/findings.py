@@ -80,7 +80,11 @@ class Expectations:
 
 
 def expectations(sessions: Iterable[tuple[Sequence[str], Mapping[str, float]]]) -> Expectations:
-    """Compute expectations from sessions, each with its kinds of prompt and the values of its metrics."""
+    """Compute the expected value of each metric for each kind of prompt, from recorded sessions.
+
+    Args:
+        sessions: for each session its kinds of prompt and its metric values.
+    """
     table = Expectations()
     for kinds, values in sessions:
         table.update(kinds, values)

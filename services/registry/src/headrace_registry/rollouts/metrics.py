@@ -43,7 +43,9 @@ class SessionRecord:
 
     @property
     def standing_rewards(self) -> tuple[Reward, ...]:
-        """The current reward of each source on each trajectory or turn: its highest revision, whatever the outcome."""
+        """Rewards of the session that are valid now: the highest revision of each source for each trajectory, turn or
+        answer, also if it is an abstention.
+        """
         latest: dict[tuple[str, str | None, int | None, str], Reward] = {}
         for reward in self.rewards:
             subject = reward.trajectory_id, reward.turn_id, reward.choice, reward.source

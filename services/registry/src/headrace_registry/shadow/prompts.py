@@ -76,7 +76,9 @@ async def in_shadow(tx: AsyncConnection, model: str) -> list[ShadowPhase]:
 
 
 async def prompt_totals(tx: AsyncConnection, rollout_id: str) -> tuple[int, int, int]:
-    """Return the number of prompts, the number of those left out, and the tokens that all of them took."""
+    """Count a shadow's prompts: return how many there are, how many were left out, and how many tokens were sampled for
+    them.
+    """
     rows = select(PROMPTS.c.state, func.count(), func.sum(PROMPTS.c.tokens)).where(PROMPTS.c.rollout_id == rollout_id)
     counts = [tuple(row) for row in await tx.execute(rows.group_by(PROMPTS.c.state))]
     left_out = sum(count for state, count, _ in counts if state == "left_out")

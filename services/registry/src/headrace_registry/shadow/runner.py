@@ -226,7 +226,9 @@ class PromptSampler:
                 await unit_store.add_event(tx, member, turn, EVENTS_PER_UNIT_MAX)
 
     def _may_be_sampled(self, turn: Turn) -> bool:
-        """Return whether the turn opens a user's session of a tenant that has agreed, outside of any comparison."""
+        """Return whether a shadow may answer this turn's prompt again: it opens a user's session, its tenant has
+        agreed, and no other comparison uses the session.
+        """
         shadow = self._settings.shadow
         return (
             turn.purpose == "train"

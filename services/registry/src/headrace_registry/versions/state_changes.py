@@ -144,6 +144,6 @@ async def hold(
 
 
 async def end(changes: StateChanges, rollout: RolloutRecord, phase: str, reason: str) -> None:
-    """Store the final phase of a rollout."""
+    """Store the final phase of a rollout, for example that it was promoted or rolled back, with the reason."""
     values = {"phase": phase, "reason": reason, "changed_ms": epoch_ms(changes.now)}
     await changes.tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.rollout_id == rollout.rollout_id).values(values))

@@ -239,7 +239,12 @@ class LearnedReplay:
                 self._fitted[tenant] = await asyncio.to_thread(fit, list(runs.rated), list(runs.unrated), requirements)
 
     def reward(self, trajectory: Trajectory, features: Features) -> dict[EntryKey, SourceReward]:
-        """Return the reward that the service would give to the run after it has seen all thumbs."""
+        """Return the reward that the model fitted to all of the tenant's thumbs gives to a run; an abstention if there
+        is no model or it gives no value.
+
+        Args:
+            features: values of the run's features, from which the model predicts the thumb.
+        """
         fitted = self._fitted.get(trajectory.tenant)
         likely = None if fitted is None else fitted.judge(features)
         outcome, value = ("abstained", None) if likely is None else ("scored", likely.paid)

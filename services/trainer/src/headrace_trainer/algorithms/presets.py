@@ -119,7 +119,7 @@ class Algorithm:
     defaults: Mapping[str, JsonValue] = field(default_factory=dict)
 
     def under(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the user's table `[trainer]`, completed by the algorithm's values for settings that it lacks."""
+        """Return the table `[trainer]` with the algorithm's defaults, overridden by the user's `settings`."""
         table: dict[str, Any] = {}
         for name, value in {"advantage.kind": self.advantage, "loss.kind": self.loss, **self.defaults}.items():
             *path, last = name.split(".")

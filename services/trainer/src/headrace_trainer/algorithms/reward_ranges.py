@@ -50,7 +50,7 @@ TOTAL = ""
 
 @dataclass(frozen=True, slots=True)
 class RangeLimits:
-    """Limits of the distance from a source's usual values within which a value counts in full."""
+    """Limits for outliers among rewards: how far a value may lie from the median of its source before it is clipped."""
 
     factor: float = 0.0
     """Distances from the median, in units of S. 0: all values count in full."""

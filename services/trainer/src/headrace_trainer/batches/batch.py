@@ -38,7 +38,7 @@ class Hindsight:
     """Start positions of answers before the contradicted one, which the user's message may have been about."""
 
     def digest(self) -> bytes:
-        """Return all arrays as little-endian bytes, each with its length."""
+        """Serialize all token arrays (little-endian, each with its length) for the digest of the batch."""
         arrays = [self.prompt_T, self.reply_T, self.next_T, *([self.earlier_K] if len(self.earlier_K) else ())]
         return b"".join(len(array).to_bytes(4, "little") + array.astype("<i4").tobytes() for array in arrays)
 
@@ -193,10 +193,10 @@ class Batch:
 
     @cached_property
     def token_weight(self) -> float:
-        """Weight of a token in a row that is trained for the first time.
+        """Weight of each loss token of rows that are trained for the first time.
 
-        The loss is a mean over these tokens, however the batch is divided into forward passes, times the share of a
-        full batch that they are.
+        It makes the loss a mean over all these tokens, independent of the division into forward passes; a smaller batch
+        than usual counts proportionally less.
         """
         tokens = sum(int(row.loss_mask_T.sum()) for row in self.first)
         return self.first_weight / tokens if tokens else self.weight / max(1, self.loss_tokens)

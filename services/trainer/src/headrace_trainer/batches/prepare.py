@@ -131,7 +131,9 @@ def _branch(experience: Experience) -> Branch:
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """A batch, with the records of its examples and the baselines for the state after the step."""
+    """A batch of rows for the learner, with the entries to store about its experiences and the baselines after the
+    step.
+    """
 
     batch: Batch
     trained: tuple[TrainedExperience, ...]

@@ -330,7 +330,9 @@ def versions_of(experience: Experience, rules: CorrectionRules) -> Sequence[str]
 
 
 def _objection_without_examples(experience: Experience, limits: AdmissionLimits) -> Objection:
-    """Return why an experience with a branch has no examples."""
+    """Return the reason why nothing of an experience can be trained: it is too long or invalid, or has no reward, no
+    logprobs or no signal that the algorithm uses.
+    """
     if experience.branch is not None and limits.write is not None and limits.signals.edits and experience.edits:
         longer = replace(limits, sequence_tokens=2**62)
         return Objection("too_long") if longer.examples(experience) else Objection("invalid", "edit")

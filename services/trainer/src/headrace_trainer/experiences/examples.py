@@ -34,7 +34,9 @@ FindReplyExamples = Callable[[Experience], Iterable["Example"]]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One trainable sequence of an experience. `part` identifies it within the experience."""
+    """Part of an experience that is trained for itself: the whole branch, one answer, or a replacement of an answer.
+    `part` is its unique name within the experience.
+    """
 
     part: str = ""
     """Empty for the whole branch."""
@@ -60,7 +62,9 @@ class Example:
         return self.value is None and not self.part
 
     def span(self, branch: Branch) -> Span | None:
-        """Return the span of the answer that the example is about."""
+        """Return the tokens (span) of the answer that this example is about, or None if `branch` does not contain that
+        answer.
+        """
         return next((span for span in branch.spans if (span.turn_id, span.choice) == (self.turn_id, self.choice)), None)
 
 

@@ -91,9 +91,9 @@ class History:
         return max(lineage_distances, default=0) if len(lineage_distances) == len(distances) else None
 
     def with_exclusion(self, version: str, *, ends: bool = False) -> History:
-        """Return the history with `version` excluded from training, or included again with `ends`.
+        """Return a history in which the answers of `version` are not trained, or are trained again with `ends`.
 
-        A version that is not remembered is foreign and needs no exclusion.
+        A version that is not in this history is of another lineage and stays unaffected.
         """
         excludes = version in self and not ends
         return replace(self, excluded=self.excluded | {version} if excludes else self.excluded - {version})

@@ -193,7 +193,9 @@ class ReplyReader:
         return ReplyTokens(tuple(prompt), tuple(reply), text, following) if prompt else None
 
     def earlier(self, branch: Branch, span: Span) -> tuple[Span, ...]:
-        """Return the last answers before `span` since the user's previous message, in order."""
+        """Return the spans of the model's answers (at most `earlier_max`) between the user's previous message and the
+        answer `span`, in order. The user's reply to `span` may be about one of them.
+        """
         spans: list[Span] = []
         for earlier in reversed(branch.spans[: _index_of(branch, span)]):
             if len(spans) == self._earlier_max or self.read(branch, earlier) is not None:

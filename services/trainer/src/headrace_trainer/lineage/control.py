@@ -14,7 +14,9 @@ from headrace_trainer.experiences.state import LineageState
 
 @dataclass(frozen=True, slots=True)
 class ControlPlan:
-    """Effect of a decision of the registry on the weights."""
+    """Consequence of the registry's decision for the weights in training: keep them, or go back to an earlier
+    version.
+    """
 
     promoted: tuple[str, ...]
     """The champion and the one before it."""

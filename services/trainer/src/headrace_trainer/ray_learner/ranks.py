@@ -80,7 +80,15 @@ class Ranks:
         return self.each(method, [arguments] * len(self._actors), stop=stop)
 
     def each(self, method: str, arguments: list[Any], *, stop: threading.Event | None = None) -> list[Any]:
-        """Call a method of each rank with arguments of its own."""
+        """Call a method on all ranks concurrently, and return their results in the order of the ranks.
+
+        Args:
+            arguments: the method's arguments for each rank.
+            stop: ends the wait when set.
+
+        Raises:
+            LearnerLost: a rank has failed.
+        """
         if self._lost is not None:
             raise LearnerLost(self._lost)
         with self._marking_lost(method):

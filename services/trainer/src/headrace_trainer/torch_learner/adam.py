@@ -77,9 +77,9 @@ class Adam:
 
     @property
     def scale(self) -> float:
-        """Typical size of a gradient, one number for all weights; 1 before the first gradient.
+        """Typical size of a gradient element, averaged over all weights; 1 before the first gradient.
 
-        The effect of a contribution is its size in this unit, so the unit is stored with it for a later correction.
+        It is stored with each contribution to the weights, so that a later correction has an effect of the same size.
         """
         if not self.squares_clock or not self._squares:
             return 1.0

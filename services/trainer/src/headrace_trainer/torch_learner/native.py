@@ -160,7 +160,8 @@ class NativeLogprobs:
     memory."""
 
     def __init__(self, folder: Path, settings: TrainerSettings) -> None:
-        """Compute the logprobs of the model's own code. Blocks.
+        """Load the model of `folder` with its own code, without the trainer's optimizations, and compute reference
+        logprobs of fixed tokens. Blocks.
 
         Raises:
             SettingError: the model's code fails, or there is too little memory.

@@ -60,7 +60,9 @@ class Optimizer:
             parameter.grad = None
 
     def stash(self) -> dict[str, Tensor]:
-        """Remove the present gradients and return them. `take` checks that they are finite."""
+        """Remove the present gradients from the parameters and return them, for a later `take`, which checks that they
+        are finite.
+        """
         stashed = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self.zero_grad()
         self._stashed = _total(stored_tensors.norms(list(stashed.values()))) if stashed else None

@@ -65,7 +65,9 @@ class Team(Protocol):
         """Replace each gradient by the sum of all members' gradients."""
 
     def merge_measures(self, measures: Measures) -> Measures:
-        """Return the observations of all members together, the same for each."""
+        """Combine the measurements of all processes of the team, and return the result, which is the same in each
+        process.
+        """
 
 
 class SingleProcess:
@@ -260,9 +262,9 @@ class _PassLoss:
         return slope_N
 
     def by_row(self, logprobs_N: Tensor) -> Tensor:
-        """Return the slope that replaces 1 in each row's policy gradient (`_R`), where the loss is not linear.
-
-        It is the same for all tokens of a row.
+        """Return for each row (`_R`) the factor by which its policy gradient differs from `advantage * gradient of
+        logprob`; other than 1 only for losses that are not linear in the logprobs. All tokens of a row have the same
+        factor.
         """
         pack = self.pack
         slope_N = replace(self, kl=0.0).slope(logprobs_N, _ALL)

@@ -109,7 +109,9 @@ class Disk:
         return Pending.model_validate_json(path.read_bytes()) if path.exists() else None
 
     def set_pending(self, pending: Pending) -> None:
-        """Store the pending batch. It is durable when the method returns."""
+        """Store the batch that Trinity is about to train, so that it survives a crash. It is durable when the method
+        returns.
+        """
         path = self.folder / "pending.json"
         draft = path.with_name(_DRAFT + path.name)
         with draft.open("wb") as file:

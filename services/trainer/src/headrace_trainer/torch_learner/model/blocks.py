@@ -178,7 +178,9 @@ def _block(start: int, stop: int, offset: int, visible: Tensor, before: Block | 
 
 
 class _MaskRequested(Exception):
-    """Raised when transformers evaluates the mask function, so it would not omit the mask."""
+    """Raised when transformers evaluates the mask function of an attention. It shows that the model needs an explicit
+    mask there.
+    """
 
 
 def _is_plainly_causal(length: int, alone: Mapping[str, Any]) -> bool:

@@ -58,13 +58,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Row:
-    """Plan of a row's attention: the parts in which it is computed."""
+    """Plan for computing the attention of one row of packed sequences: the parts that one kernel call each computes."""
 
     parts: tuple[Part, ...]
 
     @property
     def sizes(self) -> list[int]:
-        """Number of tokens of each part."""
+        """Number of tokens in each of `parts`."""
         return [sum(part.lengths) for part in self.parts]
 
 

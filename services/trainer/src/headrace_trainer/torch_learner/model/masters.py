@@ -78,9 +78,9 @@ def _draws(mixed: Tensor) -> Tensor:
 
 @torch.no_grad()
 def of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Create float32 masters for the weights that `model` trains, by name, and round the weights to their type.
+    """Create a float32 master copy of each trained weight, and round the weights of the model to bfloat16.
 
-    From then on the gradients of the weights are added up at the masters.
+    From then on gradients are accumulated at the masters, which the optimizer updates. Returns the masters by name.
     """
     masters: dict[str, nn.Parameter] = {}
     for name, weight in model.named_parameters():

@@ -66,7 +66,9 @@ def _finer(cut: tuple[Block, ...], groups: int) -> Iterator[Block]:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Tile: some queries of a block, for some of the key heads, which are numbered over all sequences."""
+    """Part of an attention computation: a range of queries with some of the key heads, small enough to keep its scores
+    in memory.
+    """
 
     queries: tuple[slice, slice, slice]
     """Position in `[key heads, groups, T, x]`."""
@@ -105,7 +107,7 @@ class _Tile:
         part.copy_(values.view(part.shape))
 
     def hide(self, scores: Tensor) -> Tensor:
-        """Mask scores in place."""
+        """Add the attention mask to the scores of this tile, in place: masked keys get minus infinity."""
         rows, columns = self.hidden.shape
         count, _, keys = scores.shape
         scores.view(count, -1, rows, keys)[..., keys - columns :].add_(self.hidden)
