@@ -75,7 +75,9 @@ class BaseLine(Model):
 
 
 class OpenedLine(Model):
-    """The line `opened`, the reply to `base`: the maximum number of tokens of a row."""
+    """Output line `opened` of the tokenizing program: it has loaded the tokenizer of the line `base`, and accepts rows
+    of at most `tokens_max` tokens.
+    """
 
     tokens_max: int
 

@@ -92,7 +92,7 @@ class CapturedTurns:
             return self._sessions.get(identity.tenant, identity.session_key) or ()
 
     def add(self, identity: CallIdentity, turn: CapturedTurn) -> None:
-        """Remember a turn that is durable, in place of turns that it continues."""
+        """Remember a turn that was stored durably, and forget the turns that it continues."""
         with self._lock:
             if self._is_recalling:
                 self._own.add(identity.session_key)
@@ -167,7 +167,9 @@ def unseen_answer(
 
 
 def history_of(turn: CapturedTurn, choice: int) -> History:
-    """Return the exact tokens of a turn for a replica that has not answered it."""
+    """Return the exact tokens of a turn's prompt and answer, for a replica that must continue a conversation it has not
+    answered itself.
+    """
     return History(
         messages=len(turn.messages) // _DIGEST_BYTES,
         prompt_token_ids=token_ids_of(turn.prompt),

@@ -140,8 +140,10 @@ def _messages(call: ChatCall, transcript: Transcript) -> tuple[Message, ...]:
 
 
 def _choice(index: int, choice: ChoiceSoFar) -> dict[str, object]:
-    """Return a choice for the event. Texts that are too long for an event are cut: the tokens are the record of the
-    answer."""
+    """Return one choice of an answer in the format of the turn event.
+
+    Texts that exceed the event's limits are cut; the token ids contain the complete answer.
+    """
     calls = [
         {
             "id": call.id[:_NAME_LENGTH_MAX] or f"call_{number}",

@@ -81,7 +81,9 @@ class ChatCall:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers by which a replica divides its rows and its time (`headrace_schemas.http.replica_api`)."""
+        """Headers of the request to a replica: the session and whether the call is background work, by which the
+        replica shares its capacity fairly.
+        """
         background = {PURPOSE_HEADER: BACKGROUND} if self.is_background else {}
         return {SESSION_HEADER: self.identity.session_key, **background}
 

@@ -96,9 +96,10 @@ def with_tools(request: ChatRequest) -> ChatRequest:
 
 
 def old_fields(message: EngineMessage) -> dict[str, JsonValue]:
-    """Return the old field `function_call` with the first call of an answer or delta, or no field without a call.
+    """Return OpenAI's deprecated field `function_call` with the first tool call of an answer or delta; an empty mapping
+    without a call.
 
-    The old format has only one call. The turn records all of them.
+    The deprecated format has room for one call. The turn records all of them.
     """
     first = next((call.function for index, call in message.indexed_calls if index == 0), None)
     return {} if first is None else {FUNCTION_CALL: first.model_dump(exclude_none=True)}

@@ -45,10 +45,10 @@ def events_of(
     *,
     copies: int = 1,
 ) -> list[Feedback]:
-    """Return the events of a feedback request.
+    """Convert a feedback request to feedback events, one for each session that it is about.
 
     Args:
-        copies: The number of times that each event is sent.
+        copies: number of times that each event is sent.
 
     Raises:
         ApiError: 400 for fields that contradict each other, 403 for sessions that the key may not touch, 413 for copies

@@ -191,7 +191,9 @@ def thinking_switch(fields: dict[str, Any], context: RequestContext) -> bool | N
 
 
 def is_thinking_switch(name: str, value: JsonValue) -> bool:
-    """Return whether a field of the request only switches thinking on or off, so that it has its whole effect here."""
+    """Return whether a field of a request only turns the model's thinking on or off. The gateway applies such a field
+    completely.
+    """
     if name == ENABLE_THINKING:
         return isinstance(value, bool)
     if name == "thinking":

@@ -289,7 +289,9 @@ class CallerResponses:
         """The session that the caller's key is bound to."""
 
     def bytes_referred_by(self, body: bytes, bytes_max: int) -> int:
-        """Return the most bytes of entries that a request with this body may refer to, at most `bytes_max`."""
+        """Return an upper bound, at most `bytes_max`, of the bytes of stored responses and conversations that a request
+        with this body may refer to.
+        """
         if not any(word in body for word in _REFERRING):
             return 0
         return min(self._store.bytes_of(self._tenant), bytes_max)

@@ -58,7 +58,9 @@ def _thin_out(points: list[Point], count: int) -> list[Point]:
 
 
 def summarize_shadow(rollout: RolloutState) -> list[str]:
-    """Return the lines that summarise the shadow phase; empty for a rollout without one."""
+    """Return lines of text about a rollout's shadow phase (users' prompts answered again by the candidate); empty
+    without one.
+    """
     if not rollout.shadow_units:
         return []
     report = rollout.shadow

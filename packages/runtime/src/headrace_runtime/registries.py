@@ -136,7 +136,7 @@ class OrNameIn:
 
 @lru_cache(maxsize=4)
 def _read(_path: tuple[str, ...]) -> _Groups:
-    """Return the entry points of all groups.
+    """Return the entry points of all installed packages whose group belongs to Headrace, by group.
 
     The result is cached per import path, because reading takes milliseconds.
     """

@@ -167,8 +167,9 @@ class SampleRatio:
             self.controls += 1
 
     def broken(self, error: float) -> bool:
-        """Return whether the planned shares are rejected. Over all time, a wrong rejection has at most the probability
-        `error`."""
+        """Return whether the observed counts contradict the planned shares of the two arms. However often it is called,
+        the probability of a wrong rejection is at most `error`.
+        """
         return self.log_evidence >= -math.log(error)
 
 

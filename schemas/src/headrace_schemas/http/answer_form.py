@@ -117,7 +117,9 @@ def check_choice(choice: ToolChoice, tools: Collection[str]) -> None:
 
 
 def constrained_fields(response_format: ResponseFormat | None, choice: ToolChoice) -> frozenset[str]:
-    """Return the request fields that require a grammar, as `Replica.grammars` names them."""
+    """Return the names of the request fields by which the client constrains the answer, such that a replica needs a
+    grammar.
+    """
     constrains = {
         RESPONSE_FORMAT: response_format is not None and response_format.constrains,
         TOOL_CHOICE: requires_call(choice),

@@ -162,7 +162,9 @@ RolloutKind = Literal["rolling", "canary", "ab"]
 
 
 class ChartPoint(Model):
-    """The evidence of a rollout at one moment."""
+    """Point of a rollout's chart: the difference between candidate and champion in each metric, after a number of
+    observed users or sessions.
+    """
 
     units: Annotated[float, Field(ge=0)]
     """Number of mature units of the candidate."""

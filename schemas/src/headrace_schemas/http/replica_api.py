@@ -71,7 +71,9 @@ class ResumedChoice(Model):
 
 
 class Resume(Model):
-    """The field `headrace_resume`, with one entry for each choice that had begun. All other choices start anew."""
+    """Request field `headrace_resume`: answers that another replica had begun to sample when it failed, to be continued
+    from their tokens. Choices without an entry start from the beginning.
+    """
 
     prompt_token_ids: TokenIds | None = None
     """The prompt of the given tokens, because another replica might tokenize the conversation differently."""

@@ -48,7 +48,9 @@ def token_file(data_dir: Path) -> Path:
 
 
 def make_token(data_dir: Path) -> str:
-    """Return the token of the stack in `data_dir`, and create it if it is missing. The folder `run` must exist."""
+    """Return the secret token of the Headrace in `data_dir`; create it at the first call. The folder `run` must
+    exist.
+    """
     return read_token(data_dir) or _write_token(token_file(data_dir))
 
 

@@ -65,9 +65,9 @@ class File(Model):
 
 
 class Fingerprint(Model):
-    """Logprobs of the fixed tokens `token_ids[1:]` under the version's weights, at temperature 1.
+    """Reference values that identify a version's weights: logprobs of fixed tokens, `token_ids[1:]`, at temperature 1.
 
-    The trainer computes them, and the engine compares them after loading the weights.
+    The trainer computes them, and the engine compares its own with them after loading the weights.
     """
 
     token_ids: TokenIds

@@ -287,7 +287,9 @@ class Upkeep:
         return saved
 
     def record_pass(self, partition_id: int, upto: int, kept_bytes: int) -> None:
-        """Store where a compaction pass ended, and the size in bytes that it left."""
+        """Store the progress of log compaction: the offset up to which a partition is compacted, and its size in bytes
+        afterwards.
+        """
         statement = "UPDATE partitions SET cleaned_to = ?, clean_bytes = ? WHERE id = ?"
         self._db.execute(statement, (upto, kept_bytes, partition_id))
 

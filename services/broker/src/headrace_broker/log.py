@@ -269,7 +269,9 @@ class ProducerState:
         return None
 
     def note(self, batch: RecordBatch, offset: int, now_ms: int) -> None:
-        """Record that `batch` is stored at `offset`."""
+        """Update the producer's state after its batch was stored at `offset`: recent sequence numbers, last use and
+        open transaction.
+        """
         if batch.producer_epoch != self.epoch:
             self.epoch = batch.producer_epoch
             self.recent.clear()

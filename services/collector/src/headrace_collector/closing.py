@@ -188,9 +188,9 @@ async def find_open_runs(
     turns: Sequence[TurnFacts],
     feedback: Sequence[OrderedFeedback],
 ) -> Sequence[SessionRun]:
-    """Return the open runs of a session.
+    """Divide the open turns of a session into runs (attempts at a task), each a conversation of its own.
 
-    Contents of turns are read only if digests do not tell its conversations apart.
+    Message contents are read from the database only if digests do not suffice to separate the conversations.
     """
     listings = feedback_targets.listings_in(feedback)
     apart = settings.side_calls == "apart"

@@ -45,7 +45,7 @@ class Vertex:
             vertex = vertex.parent
 
     def sequence(self) -> bytes:
-        """Return the token ids of the sequence as int32 bytes."""
+        """Return the whole token sequence that ends at this vertex, as int32 bytes."""
         return b"".join([vertex.label for vertex in self.ancestors()][::-1])
 
     def insert(self, ids: bytes) -> Vertex:

@@ -116,7 +116,7 @@ NOBODY = Share()
 
 @dataclass(slots=True)
 class Tokens:
-    """Tokens sampled for one choice since the last delivery. `len(token_ids) == len(logprobs)`."""
+    """Newly sampled tokens of one choice with their logprobs: one delivery of a stream."""
 
     choice: int
     token_ids: list[int] = field(default_factory=list)

@@ -276,10 +276,11 @@ class Fleet:
     # Rules
 
     def _check(self, local: _LocalVersion, manifest: Manifest) -> None:
-        """Check a manifest against the version that routing names.
+        """Check that a downloaded manifest belongs to the version to be loaded, and that the tokenizer is that of the
+        model's other versions.
 
         Raises:
-            VersionUnusable: it is the manifest of another version, or it changes the tokenizer of the model (P7).
+            VersionUnusable: it does not fit.
         """
         if manifest.version != local.version:
             raise VersionUnusable(f"{local.version}: its manifest is that of {manifest.version}")

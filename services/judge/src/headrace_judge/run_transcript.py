@@ -43,7 +43,7 @@ _MARK_LENGTH = 16
 
 
 class TranscriptEntry(BaseModel):
-    """One message, call, tool result or fact of a run. `name` is the name of the tool, or the key of the fact."""
+    """Part of the run's text that the judge reads: a message, a tool call, its result, or a fact about the run."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -136,7 +136,7 @@ def _fit(entries: list[TranscriptEntry], chars_max: int) -> list[TranscriptEntry
 
 
 def _count_fitting(entries: list[TranscriptEntry], chars_max: int) -> int:
-    """Return how many of the first entries fit into `chars_max`."""
+    """Return how many entries, from the first one on, fit into `chars_max` characters together."""
     size = 0
     for count, entry in enumerate(entries):
         size += _size(entry)

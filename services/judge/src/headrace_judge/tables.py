@@ -123,7 +123,7 @@ class _Stored(BaseModel):
 
 
 class Subject(_Stored):
-    """Identity of a reward: the trajectory and the rubric."""
+    """Identity of a pending reward: the trajectory to judge and the rubric (the judge's criteria)."""
 
     rubric: str
     trajectory_id: str

@@ -49,7 +49,7 @@ class EntryKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FeedbackEntry:
-    """Content of a ledger entry that was computed from all feedback with one key.
+    """Value that all feedback of one source about the same object results in, for one row of the ledger of rewards.
 
     `origin` identifies the feedback events, so that the same events do not add a second revision.
     """

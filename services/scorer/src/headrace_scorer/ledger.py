@@ -50,7 +50,7 @@ class LedgerEntries:
             self._set(row)
 
     def add(self, row: Row) -> None:
-        """Add a new row, whose revision must be higher than those of the earlier rows with its key."""
+        """Add a row to be stored. Its revision must be higher than those of earlier rows with the same key."""
         self._set(row)
         self.unsaved.append(row)
 

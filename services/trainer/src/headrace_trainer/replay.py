@@ -93,7 +93,9 @@ class DryRun:
         """Whether the weights differ from those of the last version."""
 
     def expect(self, batch: RecordedBatch) -> None:
-        """Record the next batch of the original lineage and its outcome, as a fact that only weights decide."""
+        """Take over the next batch that the original training recorded, with its outcome. Outcomes that depend on
+        weights cannot be computed without them.
+        """
         self._recorded.append(batch)
 
     def add(self, experience: Experience, recorded_sizes: Sequence[int] = ()) -> None:

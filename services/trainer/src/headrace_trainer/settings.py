@@ -111,8 +111,9 @@ class ComputeSettings(Section):
 
 
 class NativeSettings(Section):
-    """The comparison at the start: the trainer's logprobs and those of the model's own eager attention, one sequence at
-    a time. A model that differs is refused."""
+    """Check at the start that the trainer computes the same logprobs as the model's own code with eager attention.
+    Training does not start for a model that differs.
+    """
 
     tokens: Annotated[int, Field(ge=0)] = 8192
     """Tokens of the comparison. Its sequences reach beyond windows, chunks and original contexts as far as this allows;

@@ -115,7 +115,7 @@ class Trainer:
         return self.lineage.learner.failure if self.lineage is not None else None
 
     def resume(self) -> None:
-        """Resume training and reading; training resumes as soon as the change is saved."""
+        """Let training and reading continue after a stop or a pause. Training continues once this change is saved."""
         self._resume = self.stopped is not None
         if self._refuse.paused is not None:
             self._refuse.resume()

@@ -37,7 +37,7 @@ class ResponseFrame:
         return item_id_of(kind, self.id, position)
 
     def tool(self, name: str | None) -> OfferedTool | None:
-        """Return the tool that a call names, or None if the model made the name up."""
+        """Return the tool of the request that a call names, or None if there is no tool of that name."""
         return self._tools.find(name)
 
     def response(

@@ -103,7 +103,7 @@ def _is_own(conversation_id: str | None) -> bool:
 
 
 def items_of(messages: Iterable[Message]) -> Iterator[Item]:
-    """Yield the items that `messages_of` makes these messages of."""
+    """Convert chat messages to items of the Responses API: the inverse of `messages_of`."""
     for message in messages:
         texts = (message.content,) if isinstance(message.content, str) else _texts(message)
         if message.role == "tool":

@@ -152,7 +152,7 @@ def serve(name: Name, version: VersionName, why: Why = "", *, registry: Registry
 
 
 def unserve(name: Name, version: VersionName, why: Why = "", *, registry: RegistryOptions) -> None:
-    """Unload a version that is served because of `serve`."""
+    """Stop serving a registered version, which `serve` has loaded into the replicas."""
     from headrace_schemas.http.catalog import ServeRequest
 
     with registry.open() as api:

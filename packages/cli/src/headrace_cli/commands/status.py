@@ -134,7 +134,7 @@ def _print_unserved(models: tuple[ModelState, ...]) -> None:
 
 
 def _print_sources(sources: tuple[SourceState, ...]) -> None:
-    """Print sources that have just failed, with their last error."""
+    """Print the reward sources whose last calls failed, with their last error."""
     failing = [source for source in sources if source.failing]
     for source in failing:
         counts = ", ".join(f"{count} {outcome}" for outcome, count in sorted(source.outcomes.items()))

@@ -100,7 +100,7 @@ def exchanges(trajectory: Trajectory) -> list[Exchange]:
 
 
 def corrected(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
-    """Yield a hint against each answer that the user contradicts."""
+    """Yield a negative hint for each answer to which the user replied with a correction, such as "no, I meant"."""
     for exchange in run:
         if exchange.reply is not None and _CORRECTS.search(exchange.reply):
             yield Hint("corrected", 0.0, exchange.turn_id)

@@ -262,7 +262,9 @@ class OutcomeWatch:
             self._outcomes[restored.experience_id] = ("", event.account)
 
     def _outcome(self, session: str) -> SessionOutcome | None:
-        """Return the outcome of a session, or None while an experience of it is undecided."""
+        """Return whether the turns of a session were trained or why not; None while this is undecided for one of
+        them.
+        """
         if self._key(session) not in self._keys_with_turns:
             return SessionOutcome()
         closed = self._trajectories.get(session)

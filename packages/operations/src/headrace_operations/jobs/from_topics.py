@@ -50,7 +50,7 @@ def replay_request(kind: str, topic_range: Range, job: Job) -> Request:
 
 
 async def offer_last_version(request: Request) -> None:
-    """Announce the last version of the replay's lineage to the registry."""
+    """Publish the last version that a training job produced, so that the registry considers it as a candidate."""
     await offer_version(request.bus, request.lineage)
 
 

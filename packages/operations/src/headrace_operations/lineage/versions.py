@@ -168,7 +168,8 @@ async def trace_version(topics: Reader, version: str, *, everything: bool, after
 
 
 async def revisions_of(topics: Reader, version: str) -> set[RevisionKey]:
-    """Return the revisions of experiences whose training is contained in the weights of a version.
+    """Return the revisions of experiences (an experience has one revision per change of its reward) that a version's
+    weights were trained on.
 
     Raises:
         UsageError: no trainer has reported the version.

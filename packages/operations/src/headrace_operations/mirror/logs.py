@@ -186,10 +186,11 @@ def _name(topic_partition: TopicPartition) -> str:
 async def copy_newest(
     source: Side, target: Side, topic_partition: TopicPartition, end: int, on_records: OnRecords
 ) -> None:
-    """Write the newest row of each key of a compacted topic to the target, where it differs.
+    """Copy a compacted topic partition: write the newest record of each key to the target if it is missing or different
+    there.
 
     Raises:
-        MirrorConflict: the target has a row that is newer than the source's or missing there.
+        MirrorConflict: the target has a record that is newer than the source's or missing there.
     """
     source_rows, target_rows = await read_rows(source, topic_partition, end), await read_rows(target, topic_partition)
     for key, (_, row) in target_rows.items():

@@ -33,7 +33,9 @@ class _ModelField(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An experience for the copy. `event_json` is its JSON, also if the record only refers to a blob."""
+    """An experience to be written to the copy of the topics. `event_json` is its content, also if the record has only a
+    reference to the blob store.
+    """
 
     value: bytes
     event_json: bytes

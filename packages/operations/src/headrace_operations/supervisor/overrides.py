@@ -75,7 +75,7 @@ class Overrides:
             self.set("bus.password", login.password)
 
     def default(self, name: str, value: object) -> None:
-        """Set a setting for all services unless it has a value."""
+        """Set a setting for all services if it has no value yet."""
         if self.get(name) is None:
             self.set(name, value)
 
@@ -124,7 +124,7 @@ def toml(value: object) -> str:
 
 
 def key(name: str) -> str:
-    """Return a TOML key, quoted where necessary."""
+    """Return a name in the form of a TOML key, with quotes if it needs them."""
     return name if _BARE.fullmatch(name) else _quote(name)
 
 

@@ -212,7 +212,9 @@ class ManagedProcess:
         return None if was_hung else f"hangs: no sign of life for {silent_s:.0f} s"
 
     def check_health(self) -> None:
-        """Check `/health`, unless the last check was too recent or the process shows no sign of life."""
+        """Request `/health` of the service if a check is due, and note whether it answers. A process that sends no sign
+        of life is not asked.
+        """
         if self._process is None or time.monotonic() < self._check_s:
             return
         silent = self._liveness.beats and self._liveness.silent_s > self._limits.health_timeout_s * 2

@@ -75,7 +75,7 @@ class RunState(BaseModel):
 
     @property
     def up(self) -> bool:
-        """Whether every service answers."""
+        """Whether all services answer their health check, ready or not."""
         return all(service.status in ("unready", "ready") for service in self.services.values())
 
     @property

@@ -114,7 +114,7 @@ def current_traceparent() -> str | None:
 
 
 def trace_id() -> str | None:
-    """Return the trace id of the work in progress."""
+    """Return the trace id (W3C trace context) of the current task; None outside of a trace."""
     value = _current.get()
     return value.split("-")[1] if value else None
 

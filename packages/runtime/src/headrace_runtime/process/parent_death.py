@@ -46,7 +46,7 @@ def _main(parent: int, listener: int, command: list[str]) -> None:
 
 
 def _hand_over(listener: int) -> None:
-    """Move the socket to the descriptor at which the command expects it."""
+    """Move a listening socket to the file descriptor at which the started command expects it."""
     if os.environ.get(_LIVENESS) == str(_FIRST_HANDED_OVER):  # the liveness pipe occupies the socket's descriptor
         os.environ[_LIVENESS] = str(pipe := os.dup(_FIRST_HANDED_OVER))
         os.set_inheritable(pipe, True)

@@ -188,7 +188,7 @@ class DatabaseSettings(Section):
 
 
 class BlobSettings(Section):
-    """Store for large content."""
+    """Location of the blob store: files of versions, saved states, and events that are too large for the bus."""
 
     COMMON: ClassVar = ("url",)
 

@@ -171,7 +171,7 @@ def read_manifest(blobs: BlobStore, ref: BlobRef) -> Manifest:
 
 
 def unpack(blobs: BlobStore, manifest: Manifest, folder: Path) -> Path:
-    """Write the files of a version into `folder`, as `fetch_files` does."""
+    """Download the files of the version that `manifest` describes from the blob store into `folder`."""
     return fetch_files(blobs, manifest.files, folder)
 
 

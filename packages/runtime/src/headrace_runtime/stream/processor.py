@@ -307,13 +307,14 @@ class Processor:
     async def _commit(
         self, items: Sequence[_Item], step: Step | None = None, *, isolated: bool, held_row: str | None = None
     ) -> None:
-        """Commit the effects of `items` and then those of `step`.
+        """Store the effects of records that were handled, and then those of `step`, in one database transaction.
 
         Args:
-            items: the items.
-            step: the step.
-            held_row: the row id of the only item if it is a held record, so that the position is already after it.
-            isolated: whether the items of handlers and of the step are isolated.
+            items: handled records with their effects.
+            step: further work in the same transaction.
+            isolated: whether handlers and the step process each item in isolation, so that a failing item does not undo
+                the others.
+            held_row: row id, if the only item is a held record; the position on the topic is already after it.
 
         Raises:
             StepFailed: the step has raised an exception.

@@ -299,7 +299,9 @@ class Batch:
     async def _summarize(
         self, states: Mapping[int, TurnState], statuses: Statuses, before: Mapping[int, Summary]
     ) -> None:
-        """Set the status of each turn, which is that in its model's latest lineage, and adjust the turn's session."""
+        """Compute the training status of each turn in this batch, and update the counts of the sessions that contain
+        them.
+        """
         lineages = await self.side.latest_lineages(self._tx, {state.model for state in states.values()})
         after = dict.fromkeys(before, _NOT_COUNTED)
         async for turn in with_pauses(self.turns):

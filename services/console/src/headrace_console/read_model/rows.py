@@ -79,7 +79,7 @@ class TurnRow:
 
     @property
     def is_captured(self) -> bool:
-        """Whether the event of the turn was read."""
+        """Whether the turn's own event was read; False for a turn that is known only by events which refer to it."""
         return self.log_offset >= 0
 
 

@@ -100,10 +100,10 @@ def _ordered(columns: Sequence[ColumnElement[int]], *, is_ascending: bool) -> li
 
 
 def _page(rows: Sequence[Row], selection: Filter, searched: Position | None = None) -> SessionPage:
-    """Return the page of rows that were read in order from the filter's position on.
+    """Build one page of the list of sessions, with the positions of the neighbouring pages.
 
     Args:
-        rows: the rows, one more than the page has room for if others follow.
+        rows: sessions in list order from the filter's position on; one more than a page has if others follow.
         selection: the filter.
         searched: position at which the search stopped before the page was full.
     """

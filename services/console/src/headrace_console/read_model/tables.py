@@ -59,7 +59,7 @@ class SessionKey(TypeDecorator[str]):
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Any) -> bytes | None:
-        """Pack the key."""
+        """Convert a session key to its packed form of 10 bytes for the database."""
         return None if value is None else pack_key(value)
 
     def process_result_value(self, value: Any, dialect: Any) -> str | None:

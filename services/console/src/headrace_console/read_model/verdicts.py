@@ -44,7 +44,7 @@ class Verdict:
 
     @property
     def name(self) -> bytes:
-        """Packed id of the item."""
+        """Id of the reviewed item in its packed (binary) form."""
         return pack_id(self.item)
 
     def row(self, session: int, offset: int) -> dict[str, Any]:
@@ -67,7 +67,16 @@ def item_id(tenant: str, queue: str, session_key: str) -> str:
 
 
 def feedback_id(item: str, rater: str, number: int, *, repeated: bool, part: int = 0) -> str:
-    """Return the id of the feedback of a verdict. `part` numbers the requests of a verdict that needs several."""
+    """Return the deterministic id of the feedback event that a reviewer's verdict sends, so that a repeated request has
+    no second effect.
+
+    Args:
+        item: item of the review queue.
+        rater: reviewer.
+        number: number of the verdict among the reviewer's verdicts on the item.
+        repeated: whether the reviewer compares the same pair a second time.
+        part: number of the event, if a verdict sends several.
+    """
     return derived_id("review-verdict", item, rater, number, int(repeated), part)
 
 

@@ -30,7 +30,7 @@ class Call:
 
 @dataclass(slots=True)
 class ParsedText:
-    """Content and calls parsed from a piece of text."""
+    """Result of parsing a piece of an answer: the text for the user and the tool calls."""
 
     content: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -83,7 +83,9 @@ class TokenReasoningReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ToolParser:
-    """Parser of one format of tool calls. It has `make`, or `of_tokens` if text alone is not sufficient."""
+    """Registered parser of one model family's format of tool calls. It creates readers of text (`make`), or of tokens
+    (`of_tokens`) if text alone is not sufficient.
+    """
 
     make: Callable[[], ToolReader] | None = None
     """Creates a reader of text."""
@@ -222,6 +224,6 @@ class Parsers:
 
 
 def tags() -> frozenset[str]:
-    """Return the tags of all installed parsers."""
+    """Return the marker texts, such as `<tool_call>`, of all installed parsers of tool calls and of reasoning."""
     calls, reasoning = TOOL_PARSERS.all().values(), REASONING_PARSERS.all().values()
     return frozenset().union(*(parser.tags for parser in calls), *(parser.tags for parser in reasoning))

@@ -37,7 +37,8 @@ class _Control:
 
 
 class PlainText:
-    """Masks control tokens in messages, and tokenizes rendered text with masked tokens as text. Thread-safe.
+    """Tokenizer of chat messages that treats control tokens in users' texts as plain text, so that a message cannot
+    imitate the chat template. Thread-safe.
 
     Args:
         inner: a `tokenizers.Tokenizer`.

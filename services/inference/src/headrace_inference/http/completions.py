@@ -32,7 +32,7 @@ _LOGPROB_BYTES = 100
 
 @dataclass(slots=True)
 class _Choice:
-    """State of one choice while it is generated."""
+    """Progress of one choice (one of the `n` answers) of a request that is being answered."""
 
     index: int
     answer: Answer

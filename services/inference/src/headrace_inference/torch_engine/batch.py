@@ -71,7 +71,9 @@ class DecodeBatch:
         return bool(self.waiting or self.running or self._quarantine.active)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Further choices of its prompt (`followers`) are queued once the prompt is computed."""
+        """Queue a sequence for decoding. Further choices of the same prompt (`followers`) start when the prompt is
+        computed.
+        """
         sequence.arrival = next(self._arrivals)
         for follower in sequence.followers:
             follower.arrival = sequence.arrival

@@ -30,7 +30,7 @@ _UNSTEADY_ROPE = frozenset(("dynamic", "longrope"))
 
 @dataclass(frozen=True, eq=False)
 class Model:
-    """A loaded version. Immutable: new weights are another version and another `Model`."""
+    """A loaded version of a model, ready to compute. It never changes: new weights are loaded as another `Model`."""
 
     manifest: Manifest
     module: nn.Module

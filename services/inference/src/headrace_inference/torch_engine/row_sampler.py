@@ -94,7 +94,9 @@ class RowSampler:
         logits.index_put_((index[0], index[1]), added, accumulate=True)
 
     def _find_sets(self, running: SequenceOf[Sequence], logprobs: Tensor) -> None:
-        """Store in each sequence the tokens that truncation left in its row, which are those with finite logprobs."""
+        """Store in each sequence the set of tokens from which its next token is sampled: those that top-p, top-k and
+        min-p did not mask.
+        """
         rows = [row for row, sequence in enumerate(running) if sequence.sets is not None]
         if not rows:
             return
@@ -104,7 +106,9 @@ class RowSampler:
             running[row].allowed = allowed_V.nonzero().flatten().tolist() if fits else None
 
     def count_earlier(self, row: int, sequence: Sequence) -> None:
-        """Count the tokens sampled before, also by other replicas, for the penalties of a row that begins to decode."""
+        """Initialize the token counts for presence and frequency penalties of a row that begins to decode, from the
+        tokens of its answer so far.
+        """
         if not self._rows.special[row] & PENALISED:
             return
         device = self._model.kv_shape.device

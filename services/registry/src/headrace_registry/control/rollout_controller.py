@@ -383,7 +383,11 @@ def _count_units(findings: Findings) -> int:
 
 
 def _read_unit(unit: DueUnit, metrics: Mapping[str, Metric], expected: Expectations) -> UnitReading:
-    """Compute the metrics of a unit that is due. Raises `MetricFailed`."""
+    """Compute the metric values of a user or session (unit) whose observation time has passed.
+
+    Raises:
+        MetricFailed: a metric has raised an exception.
+    """
     sessions = unit_store.session_records(unit.sessions)
     first_turn = next((turn for session in sessions for turn in session.turns), None)
     expected_values = expected.of(prompt_kinds(first_turn)) if first_turn is not None else {}

@@ -68,7 +68,8 @@ def draw_tasks(tasks: Tasks, seed: str) -> Iterator[tuple[str, int]]:
 
 
 async def run_trial(session: PlaySession, trial: Trial, *, concurrency: int, timeout_s: float) -> TrialResult:
-    """Play `trial` to its end.
+    """Let all versions of a trial play evaluation tasks until the comparison is decided or the time is over, and return
+    the result.
 
     All versions play the same tasks, which depend on the candidate and the trial number alone. Scores are added in the
     order of the draws, not of the answers. Raises the errors of `session.play`.

@@ -304,11 +304,11 @@ def due_units(units: Iterable[Unit], now: datetime, age_s: float) -> list[Unit]:
 def read_unit(
     unit: Unit, sessions: Sequence[SessionRecord], metrics: Mapping[str, Metric], age_s: float
 ) -> UnitReading:
-    """Compute the metric values of a unit from the events that were known when the unit had an age.
+    """Compute the metric values of a unit (a user or a session) from the events up to a certain age.
 
     Args:
         sessions: the unit's sessions; of a user, each metric is the mean over those that did not abstain.
-        age_s: the age of the unit, in seconds after the begin of its first session.
+        age_s: the age, in seconds after the begin of its first session.
     """
     time = unit.enrolled + timedelta(seconds=age_s)
     return measure_unit(unit, [session.as_of(time) for session in sessions], metrics)

@@ -72,9 +72,10 @@ class ShadowAnswers(Protocol):
 
 
 class ShadowRunner:
-    """Runner of the prompts of all shadows. Call `tick` in each round.
+    """Runner of all shadows: for each sampled prompt it lets both versions answer, and computes the metrics. Call
+    `tick` in each round of the registry.
 
-    After a crash, the prompts that were running are begun again as another attempt.
+    After a crash, prompts in progress begin again as another attempt.
     """
 
     def __init__(

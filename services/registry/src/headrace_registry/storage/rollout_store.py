@@ -60,7 +60,7 @@ class RolloutRecord:
 
     @property
     def points(self) -> list[dict[str, object]]:
-        """Points of the rollout's chart."""
+        """Points of the rollout's chart, parsed from the column `chart`."""
         points: list[dict[str, object]] = json.loads(self.chart)
         return points
 

@@ -39,7 +39,9 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class RunTrial:
-    """Action: run a trial of the candidate against champion and anchor, as far as they can be served."""
+    """Action of the registry: test a candidate against the champion and the anchor (the last version that was shown to
+    be better than its predecessor). An opponent that no replica can serve is left out.
+    """
 
     version: str
     champion: str | None

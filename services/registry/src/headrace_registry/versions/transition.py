@@ -28,9 +28,9 @@ from headrace_schemas.values.blobs import Manifest
 
 
 class Transition(StateChanges):
-    """Transitions of models and versions within one transaction.
+    """State transitions of models and versions, such as promotions and rejections, within one database transaction.
 
-    `finish` adds the routings that changed to the events.
+    `finish` returns the events to publish, with new routings for changed models.
     """
 
     async def finish(self) -> list[Event]:
@@ -154,7 +154,9 @@ class Transition(StateChanges):
         statistics: Mapping[str, float],
         anchor_state: AnchorState | None = None,
     ) -> None:
-        """Reject the version, so that it gets no traffic. If it is `previous`, it keeps that role."""
+        """Record that the gate has rejected a version, so that it gets no traffic. A version that is `previous` (the
+        champion before the present one) keeps that role.
+        """
         await self.delete_trial_result(version)
         if anchor_state is not None:
             await self.set_roles(model, **asdict(anchor_state))

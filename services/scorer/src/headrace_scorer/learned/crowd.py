@@ -172,10 +172,10 @@ def _newton(
 
 
 def _information(rows_RD: Array, thumbs: Thumbs, right_A: Array, run_weight_R: Array, weights_D: Array) -> Array:
-    """Return the Fisher information of the thumbs about the weights.
+    """Return the Fisher information matrix of the regression weights, given all raters' thumbs.
 
-    A thumb of an unreliable rater gives less information than knowing whether the run is good, and several thumbs of
-    one run give at most as much.
+    A thumb of an unreliable rater contributes less than knowing whether the run is good, and several thumbs of one run
+    contribute at most as much.
     """
     good_R = sigmoid(rows_RD @ weights_D)
     right_T, good_T = right_A[thumbs.rater_T], good_R[thumbs.run_T]

@@ -53,7 +53,9 @@ class TokenLoss:
 
 
 def clipped(sampled: LossInputs, settings: LossSettings) -> TokenLoss:
-    """Compute the loss `clipped` (`headrace.losses`)."""
+    """Compute the loss `clipped` of PPO: the importance ratio is clipped, so that a step cannot move far from the
+    sampling policy.
+    """
     return token_loss(
         sampled.current_N,
         sampled.start_N,

@@ -137,7 +137,9 @@ def _bounds(values: tuple[float, ...], limits: RangeLimits) -> Bounds | None:
 
 
 class RewardRanges(Model):
-    """Windows of the values of all sources. Immutable; saved with the weights, like the baselines."""
+    """Recent reward values of each source, from which the limits for outliers are computed. Immutable; saved with the
+    weights.
+    """
 
     sources: dict[str, SourceRange] = Field(default_factory=dict)
     """Ranges by source, least recently updated first."""

@@ -67,7 +67,9 @@ def row_of(
 
 
 def _answer_row(row: Row, experience: Experience, example: Example) -> Row:
-    """Return the row of one answer: the sequence up to its end, with this answer alone in the loss."""
+    """Return the training row for one answer: the conversation up to the answer's end, of which only the tokens of the
+    answer are in the loss.
+    """
     span = example.span(_branch(experience))
     assert span is not None, "examples of answers outside the branch are dropped earlier"
     if not example.tokens:

@@ -89,7 +89,9 @@ class AdmissionLimits:
     """Bounds beyond which a reward is a stray."""
 
     def examples(self, experience: Experience) -> tuple[Example, ...]:
-        """Return the examples of `experience` that are trained, without answers longer than `sequence_tokens`."""
+        """Return the parts of an experience that are trained: the whole branch, single answers, or replacements of
+        answers. Answers that end beyond `sequence_tokens` are left out.
+        """
         worth, logprobs = self.rules.worth, self.rules.logprobs
         candidates = examples(
             experience, self.signals, worth, self.write, self._reply_examples(experience), logprobs=logprobs

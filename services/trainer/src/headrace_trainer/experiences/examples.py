@@ -273,7 +273,9 @@ def pending_updates(
 
 
 def turns_of(experience: Experience, rules: CorrectionRules) -> tuple[float | None, ...]:
-    """Return for each trained span the reward of its turn, at the first span of the turn; None at the others."""
+    """Return the rewards of turns in the order of the branch's trained spans: each at the first span of its turn, and
+    None for other spans and turns without a reward.
+    """
     assert experience.branch is not None
     branch = rules.trained_branch(experience.branch)
     assert branch is not None, "an experience without a span that can be trained has no branch to train"

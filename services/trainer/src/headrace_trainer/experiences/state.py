@@ -301,7 +301,7 @@ class LineageState:
 
     @property
     def _reported(self) -> tuple[list[Any], ...]:
-        """Lists of unreported items, in the order of the fields of `SaveReport`."""
+        """Lists of items that the next save reports, in the order of the fields of `SaveReport`."""
         return self.outcomes, self.undone, self.restored, self.batches, self.read
 
     def record_step(
@@ -377,7 +377,11 @@ class LineageState:
         detail: str | None = None,
         records: Sequence[TrainedExperience] = (),
     ) -> None:
-        """Record the outcome of a revision. `records` are its trained examples, of which edits need no logprobs."""
+        """Add the outcome of a revision (trained or dropped, with the reason) to the next report.
+
+        Args:
+            records: its trained parts, of which edits need no logprobs.
+        """
         left_out = self.limits.left_out_turns(experience, {record.example.turn_id for record in records})
         outcome = reports.training_outcome(experience, dropped, detail, left_out, records, self.limits.rules)
         self.outcomes.append(outcome)

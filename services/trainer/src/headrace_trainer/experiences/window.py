@@ -171,7 +171,7 @@ class Window:
         position: tuple[int, int] | None,
         now: datetime,
     ) -> None:
-        """Record the arrival of a revision.
+        """Remember that a revision of an experience was read from the bus, so that a repeated one is recognized.
 
         Args:
             versions: versions that sampled it.

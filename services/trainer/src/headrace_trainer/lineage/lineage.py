@@ -245,7 +245,9 @@ class Lineage:
         return [item for item in items if item.experience.experience_id not in self.recorded_left_out]
 
     def _prepare(self, items: Sequence[WaitingExperience]) -> tuple[Sequence[WaitingExperience], PreparedBatch | None]:
-        """Prepare a batch. Experiences that make the preparation fail are dropped as `invalid`."""
+        """Build a training batch from waiting experiences, and return it with the experiences in it. Experiences that
+        cannot be prepared are dropped as `invalid`.
+        """
         if not items:
             return (), None
         isolated = prepare_isolated(items, self._prepare_batch)

@@ -86,8 +86,9 @@ class Save:
         return self.copy is not None and self.copy.fingerprint is not None
 
     def provisional_history(self) -> History:
-        """Return the history by which steps count until the save has ended, with a provisional name for a new
-        version."""
+        """Return the history of versions to use until this save has ended. A new version has a provisional name in it,
+        because its digest is not known yet.
+        """
         if not self.publishes:
             return self.snapshot.history
         digest = hashlib.sha256(f"step {self.snapshot.steps}, being saved".encode()).hexdigest()

@@ -115,7 +115,8 @@ class LineageStore:
     # State
 
     def load(self) -> Saved | None:
-        """Return the last durable state, None when there has never been one, and remove blobs of former owners.
+        """Return the last saved state, or None if the lineage was never saved. Unfinished saves of former owners are
+        removed.
 
         Raises:
             CorruptBlob: The state is damaged.
@@ -183,7 +184,9 @@ class LineageStore:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Context with a temporary folder for the files of a save. Disk errors inside are raised as `save` does."""
+        """Context manager that yields a temporary folder for the files of a save. Disk errors inside of it are raised
+        as `save` does.
+        """
         area = self._area(self._epoch)
         try:
             with area.scratch() as folder:

@@ -166,7 +166,9 @@ class SharedWeights:
     ranges: tuple[Range, ...]
 
     def assembly(self, files: Sequence[File], frame: BlobRef) -> Assembly:
-        """Return the description of the file by the blobs of the frame and of the version's `files`."""
+        """Return how to assemble the weights file from blobs: from the blob `frame` with the bytes of its own, and from
+        files of a stored version.
+        """
         blobs = {file.path: file.blob for file in files}
         return Assembly(frame=frame, files=tuple(blobs[path] for path in self.files), ranges=self.ranges)
 

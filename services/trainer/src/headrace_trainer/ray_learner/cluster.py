@@ -47,7 +47,12 @@ class Cluster:
     kills them."""
 
     def __init__(self, settings: RaySettings, cpus: int) -> None:
-        """Connect, or start a private cluster with `cpus` CPUs. Blocks. Raises `SettingError` and `Unavailable`."""
+        """Connect to a Ray cluster, or start a private one with `cpus` CPUs. Blocks.
+
+        Raises:
+            SettingError: the settings of the cluster are wrong.
+            Unavailable: the cluster does not answer.
+        """
         with _LOCK:
             if not ray.is_initialized():
                 _start(settings, cpus)

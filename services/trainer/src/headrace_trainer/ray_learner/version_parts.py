@@ -202,10 +202,8 @@ def version_of(inner: TorchLearner, base: str, *, first: bool, sharded: bool) ->
 
 
 def _entries(plan: WritePlan, bare: Mapping[str, Tensor]) -> _Files | None:
-    """Return the entries of all files of a version, or None where the library derives a stored tensor from a trained
-    one.
-
-    A tensor that the library stores unchanged is the very object that it was given.
+    """Return for each file of a version which trained tensor every stored tensor equals, with shape and type; None if
+    the library changes a tensor while it writes it.
     """
     names = {id(tensor): name for name, tensor in bare.items()}
     if not plan.is_exact(names):

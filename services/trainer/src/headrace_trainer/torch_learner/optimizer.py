@@ -163,7 +163,7 @@ class Optimizer:
         return {name: stored_tensors.cpu_copy(tensor) for name, tensor in self.references().items()}
 
     def references(self) -> dict[str, Tensor]:
-        """Return the tensors of the state without copying them, in the same order in every process."""
+        """Return the tensors of the optimizer's state by name, not copied, in the same order in every process."""
         tensors = {_UPDATES: torch.tensor([self.updates])}
         tensors |= sorted(self._adam.state().items())
         if self._muon is not None:

@@ -71,7 +71,7 @@ class Team(Protocol):
 
 
 class SingleProcess:
-    """Team of a single process."""
+    """Implementation of `Team` for training in one process, which computes all passes itself."""
 
     def budget(self, lengths: Sequence[int], pack_tokens: int) -> int:
         return pack_tokens

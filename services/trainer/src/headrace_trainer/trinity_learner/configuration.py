@@ -56,7 +56,7 @@ _WEIGHT_BYTES = {"bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class TrinityJob:
-    """Job of Trinity: its folder, its initial model, and the size of its batches."""
+    """Parameters of a training process of Trinity-RFT: working folder, name, initial model and batch size."""
 
     root: Path
     name: str

@@ -60,7 +60,7 @@ class Disk:
         return self.folder / "kept" / digest
 
     def put_base(self, folder: Path) -> None:
-        """Store a copy of the base, in place of an existing one."""
+        """Replace the copy of the base model in the shared folder by the model files of `folder`."""
         with self.appearing(self.base) as draft:
             for path in versions.model_files(folder):
                 _copy(path, draft / path.relative_to(folder))

@@ -306,7 +306,11 @@ class TrinityProcess:
     def __init__(
         self, command: Sequence[str], configuration: Path, log: Path, environment_names: Iterable[str] = ()
     ) -> None:
-        """Start the process. Raises `SettingError`."""
+        """Start the process of Trinity-RFT with its configuration file.
+
+        Raises:
+            SettingError: the command cannot be started.
+        """
         self._log = log
         with log.open("ab") as file:
             try:

@@ -377,7 +377,11 @@ def from_folder(folder: Path, dtype: torch.dtype, attn_implementation: str | Non
 
 
 def _check_rounded(folder: Path) -> None:
-    """Raise `SettingError` where the base's files are not bfloat16: versions have the same type."""
+    """Check that the base model's files are bfloat16, which `trainer.compute.weights = "bfloat16"` requires.
+
+    Raises:
+        SettingError: they have another type. Versions have the type of the base.
+    """
     dtype = config_of(folder).dtype
     if dtype is not torch.bfloat16:
         remedy = (

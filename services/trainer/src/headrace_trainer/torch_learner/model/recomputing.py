@@ -91,7 +91,9 @@ def compute_once(compute: Callable[[], T]) -> T:
 
 
 def contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """Return the contexts of a layer's first and second pass, for torch's checkpointing."""
+    """Return the two context managers for torch's activation checkpointing: the first records results of a layer's
+    forward pass, and the second reuses them while the layer is recomputed.
+    """
     values: deque[Any] = deque()
     return _inside(_Results(values, again=False)), _inside(_Results(values, again=True))
 
