@@ -44,7 +44,7 @@ class FolderLine(Model):
 
 
 class StoredLine(Model):
-    """A line `stored`, the reply to `folder`: the stored version."""
+    """Output line `stored`: the version that was made of the folder in the input line `folder`, with its manifest."""
 
     version: Version
     manifest: BlobRef
@@ -107,7 +107,9 @@ class WrittenSpan(Model):
 
 
 class WrittenBranch(Model):
-    """One token sequence. If the template renders a message differently later on, another sequence begins there."""
+    """One token sequence of a row to be trained. A row has several if the chat template renders an earlier message
+    differently once later ones follow.
+    """
 
     token_ids: TokenIds
     spans: tuple[WrittenSpan, ...] = Field(min_length=1)

@@ -188,7 +188,7 @@ class Publisher:
             await self._spooled.wait()
 
     async def _as_long_as_it_takes(self, sending: Coroutine[None, None, None]) -> None:
-        """Wait for `sending` without a timeout.
+        """Wait without a time limit until a record is sent, while the bus may be unavailable.
 
         aiokafka retries by itself, and a producer that is dropped during a retry would never end. If the bus has lost
         its topics, they are created again.

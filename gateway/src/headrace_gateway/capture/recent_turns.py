@@ -128,7 +128,7 @@ class _Request:
 
 
 class RepeatedRequests:
-    """The newest request of each session and digest that this process has answered."""
+    """Recent requests of each session, to recognize a client's retry of a request whose answer it did not get."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -145,7 +145,9 @@ class RepeatedRequests:
         return earlier.turn_id if earlier.is_lost or is_recent else None
 
     def disconnected(self, call: ChatCall) -> None:
-        """Record that the client disconnected before the end of the answer."""
+        """Remember that the client disconnected before the end of the answer, so that the same request counts as a
+        retry if it comes again.
+        """
         request = self._find(call)
         if request is not None:
             request.is_lost = True

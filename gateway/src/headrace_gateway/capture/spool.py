@@ -210,7 +210,8 @@ __all__ = ["RESERVE_BYTES", "Spool", "SpoolBroken", "Spooled"]
 
 
 def in_stages(items: Sequence[T], event_of: Callable[[T], Event]) -> list[list[T]]:
-    """Return `items` in stages. Each stage may be sent once the previous stage is acknowledged.
+    """Divide events into stages such that a stage may be sent once the one before it is acknowledged; this keeps the
+    order of each session across topics.
 
     Items keep their order within a stage. A tenant's commit waits for all items before it, and all items after it wait
     for it.

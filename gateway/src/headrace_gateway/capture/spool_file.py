@@ -51,7 +51,9 @@ class Spooled:
 
 @dataclass(frozen=True, slots=True)
 class ScannedRecord:
-    """Range of bytes in a segment. Without an event, the bytes are not a record."""
+    """Result of reading one record of a spool file: the event and the offset after it. `event` is None where the bytes
+    are damaged.
+    """
 
     event: Spooled | None
     end: int

@@ -149,7 +149,9 @@ class SpoolLog:
         self._passed(handed[-1][1])
 
     def allocate_ahead(self) -> None:
-        """Allocate space for requests in progress. Never raises: `trouble` is set if there is too little."""
+        """Reserve disk space for the events of requests in progress, so that they can be stored if the bus fails. Never
+        raises: `trouble` is set if there is too little.
+        """
         try:
             shortage = self._guard.shortage() if self._guard is not None else None
             if shortage is not None:

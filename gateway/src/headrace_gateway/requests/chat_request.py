@@ -268,7 +268,9 @@ def check_chat_request(request: ChatRequest, context: RequestContext) -> ChatReq
 
 
 def _report_unheld_keywords(request: ChatRequest, context: RequestContext) -> None:
-    """Report keywords of a schema without `strict` that no grammar can enforce on the answer."""
+    """Report to the client which keywords of its JSON schema the answer may violate, because the schema is not `strict`
+    and no grammar can enforce them.
+    """
     schemas: list[tuple[str, JsonValue]] = []
     if requires_call(request.tool_choice):
         functions = [tool.function for tool in request.tools or ()]

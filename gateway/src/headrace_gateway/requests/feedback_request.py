@@ -159,12 +159,16 @@ class FeedbackRequest(Model):
 
     @property
     def is_value(self) -> bool:
-        """Whether it gives or takes back a value, or only facts: no edit, no preference."""
+        """Whether the feedback is about a value: it gives one, withdraws one, or has only a comment or facts; not an
+        edit or a preference.
+        """
         return self.edit is None and self.preference is None and self.kind in (None, "value")
 
     @property
     def compared(self) -> Preference | None:
-        """The preference with both of its answers by response id."""
+        """The preference of this feedback, with the response id of both answers filled in; None without a
+        preference.
+        """
         both = self.preference
         if both is None:
             return None

@@ -29,7 +29,7 @@ _TRANSLATION_GROWTH = 4
 
 @dataclass(slots=True)
 class RequestContext:
-    """Rules for one request, and the fields that were accepted without an effect."""
+    """Limits and stored conversations for parsing one request, and the list of its fields that have no effect."""
 
     rules: RequestRules
     bytes_max: int
@@ -66,9 +66,8 @@ class RequestContext:
             self._ignored[name[:_NAME_LENGTH_MAX]] = None
 
     def for_translation(self) -> RequestContext:
-        """Return the context for the chat request that a request of another API becomes.
-
-        Its JSON may hold more values than the body did.
+        """Return the context for parsing the chat request into which a request of another API was translated, which may
+        contain more JSON values.
         """
         rules = replace(self.rules, json_values_max=_TRANSLATION_GROWTH * self.rules.json_values_max)
         return replace(self, rules=rules)

@@ -355,7 +355,7 @@ _KINDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_to
 
 
 def named_items(items: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return items with new ids as pairs."""
+    """Give each item a new id, and return pairs of id and item."""
     return [(f"{_KINDS.get(item.type, 'item')}_{ids.uuid7().hex}", item) for item in items]
 
 

@@ -81,7 +81,7 @@ class Dispatchers:
 
 
 class Dispatcher:
-    """Dispatcher of one model, which counts choices in flight.
+    """Queue of one model's calls that wait for a free slot of a replica; tenants are served in turn.
 
     `capacity` returns the slots of all replicas that can accept calls. If it is 0, calls do not wait here. The limits
     of a tenant bound its waiting calls.
@@ -166,7 +166,7 @@ class Dispatcher:
         return not self._sessions[tenant, session] and users + choices <= 2 * window
 
     def _evaluation_may_go(self, capacity: int, users: int, background: int, choices: int) -> bool:
-        """Return whether an evaluation call with `choices` may be sent now.
+        """Return whether an evaluation call (background work) may be sent now, besides the users' calls in progress.
 
         One evaluation call at a time is always sent, so that a gate run also ends under permanent load.
         """

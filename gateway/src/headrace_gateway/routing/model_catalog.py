@@ -50,7 +50,7 @@ class ModelCatalog:
         self._rows: dict[str, Routing] = {}
 
     def update(self, key: str, routing: Routing | None) -> None:
-        """Apply a row of the table. A revision older than the present one has no effect."""
+        """Take over a model's new routing (None removes it) unless it is older than the present one."""
         if routing is None:
             self._rows.pop(key, None)
         elif key not in self._rows or routing.revision >= self._rows[key].revision:

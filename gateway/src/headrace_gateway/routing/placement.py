@@ -118,7 +118,7 @@ class Placement:
         return any(replica.resumes for replica in holders)
 
     def lacking(self, call: ChatCall) -> frozenset[str]:
-        """Return the abilities that the call needs and no replica of its model has."""
+        """Return the abilities (such as grammars) that a call needs and no replica of its model has."""
         needs = call.request.needs
         return self._replica_set.lacking(call.target.model, needs) if needs else needs
 

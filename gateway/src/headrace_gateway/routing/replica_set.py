@@ -106,9 +106,9 @@ class ReplicaSet:
         self._news = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until something changed, the pause of a shunned replica is over, or `timeout_s` passed.
+        """Wait until the set of replicas has changed, or a replica that failed may be tried again, at most `timeout_s`.
 
-        Callers that wait for the same pause do not all return at once.
+        Callers that wait for the same replica do not all return at once.
         """
         now = self._clock.monotonic_s()
         pauses = [m.shunned_until_s - now for m in self._members.values() if m.shunned_until_s > now]
@@ -158,7 +158,7 @@ class ReplicaSet:
         return sum(member.replica.capacity for member in fresh)
 
     def holders(self, version: str) -> list[Replica]:
-        """Return the replicas that have `version` or load it, including busy ones."""
+        """Return the replicas that have loaded `version` or are loading it, also if they are busy."""
         members = [member for member in self._members.values() if version not in member.missing]
         return [member.replica for member in members if member.replica.state_of(version) in _HELD]
 

@@ -204,7 +204,7 @@ class Topics:
         untimed: Mapping[TopicPartition, int],
         last: Mapping[TopicPartition, int],
     ) -> Mapping[TopicPartition, int]:
-        """Return the first offset not earlier than `time` for each partition.
+        """Return for each partition the offset at which records from `time` on begin.
 
         Args:
             untimed: result if `time` is None.

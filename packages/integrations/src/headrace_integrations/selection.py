@@ -211,7 +211,7 @@ async def avg_time_judge(task: Mapping[str, Any], response: Any) -> JudgeOutput:
 
 
 async def avg_token_consumption_judge(task: Mapping[str, Any], response: Any) -> JudgeOutput:
-    """Judge that prefers few tokens."""
+    """Return the negative number of tokens of a response as its reward, so that models with short answers win."""
     return JudgeOutput(reward=-score("total_tokens", response["metrics"]["total_tokens"]))
 
 

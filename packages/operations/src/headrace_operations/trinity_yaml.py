@@ -34,7 +34,9 @@ def setting(name: str) -> Rule:
 
 
 def only(*allowed: Any, why: str, explanation: str) -> Rule:
-    """Return the rule that accepts the `allowed` values, without a setting, and refuses others for the reason `why`."""
+    """Return a conversion rule for a field of a Trinity configuration that needs no setting: it accepts the `allowed`
+    values and refuses others for the reason `why`.
+    """
 
     def rule(value: Any) -> tuple[dict[str, Any], str]:
         if value not in allowed:

@@ -45,7 +45,7 @@ BACKENDS: Registry[BlobBackend] = Registry("blobs", BlobBackend, "blob store")
 
 
 def backend_of(file_system: Any) -> BlobBackend | None:
-    """Return the backend that is announced for a protocol of the file system, or None."""
+    """Return the installed plug-in for a kind of object store, or None if its file system needs none."""
     protocols = (file_system.protocol,) if isinstance(file_system.protocol, str) else file_system.protocol
     name = next((protocol for protocol in protocols if protocol in BACKENDS.names()), None)
     return None if name is None else BACKENDS.get(name)

@@ -51,7 +51,9 @@ def intervals(rollout: RolloutState) -> list[tuple[str, ...]]:
 
 
 def picture(rollout: RolloutState, metric: str, path: Path) -> bool:
-    """Write the report to `path`. Return False if matplotlib is not installed. Thread-safe."""
+    """Draw the charts of a rollout's metrics to the PNG `path`. Return False if matplotlib is not installed.
+    Thread-safe.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError:

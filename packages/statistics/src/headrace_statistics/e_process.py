@@ -179,8 +179,9 @@ def promotion_error(alpha: float, number: int) -> float:
 
 
 def succession_error(alpha: float, number: int) -> float:
-    """Return the error probability for making the `number`-th version of a family the anchor although it is not
-    better."""
+    """Return the error probability allowed for making the `number`-th version of a family the new anchor (the version
+    that candidates must beat) although it is not better than the old one.
+    """
     return (1.0 - _FOR_PROMOTIONS) * alpha * _share(number)
 
 
@@ -201,7 +202,8 @@ def success_error(alpha: float, number: int, metrics: int) -> float:
 
 
 def harm_error(beta: float, share: float) -> float:
-    """Return the error probability for rolling back a harmless version by one test that has `share` of all tests.
+    """Return the error probability of one test for harm, which may roll back a harmless version; the test gets `share`
+    of all tests' error.
 
     All of β is spent here: a rollout without a result in time ends in hold and is not rolled back.
     """

@@ -95,7 +95,11 @@ class ConfidenceSequence:
 
 
 def _crossing(inside: Callable[[float], bool]) -> float:
-    """Return the largest number that is certainly outside, left of all that are inside; 0 when all may be inside."""
+    """Find by bisection the left end of an interval in 0..1: a number below it that is certainly outside, or 0.
+
+    Args:
+        inside: whether a number may be inside of the interval.
+    """
     if inside(0.0):
         return 0.0
     low, high = 0.0, 1.0

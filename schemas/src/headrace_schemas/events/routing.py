@@ -34,7 +34,7 @@ class ServedVersion(Model):
 
 
 class Arm(Model):
-    """A candidate on live traffic: its rollout, its slot and its share of all units."""
+    """A candidate that serves a share of a model's users or sessions (units) in a rollout."""
 
     rollout_id: Text
     version: Version

@@ -139,7 +139,9 @@ class CollectedVersion(Model):
 
 
 class GarbageReport(Model):
-    """Response of `POST /v1/garbage`: the files that were removed, or would be removed without `dry_run`."""
+    """Response of `POST /v1/garbage`: the versions whose files were removed, or with `dry_run` would be, and those
+    whose files are kept.
+    """
 
     dry_run: bool
     collected: tuple[CollectedVersion, ...]

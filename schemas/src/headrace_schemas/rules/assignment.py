@@ -28,7 +28,8 @@ _HASHES = 2**64
 
 
 def unit_position(salt: str, unit: str) -> Fraction:
-    """Return the position of the unit in [0, 1).
+    """Map a unit (a session or a user) to a uniform number in [0, 1), by which it is assigned to the candidate or the
+    rest.
 
     Each rollout has its own salt, so that each selects other users first.
     """

@@ -173,7 +173,7 @@ class RevisionOutcome:
 
     @classmethod
     def of(cls, outcome: TrainingOutcome) -> RevisionOutcome:
-        """Return the outcome with the ids of turns as their keys."""
+        """Convert a `TrainingOutcome` event, with turn ids as the keys of turns."""
         return cls(outcome.dropped, outcome.reason, frozenset(outcome.left_out), frozenset(outcome.turn_ids))
 
 

@@ -171,7 +171,8 @@ def owner_of(source: str) -> str | None:
 
 
 def giver_of(source: str) -> str | None:
-    """Return the service that sends the rewards of `source`, or None if external producers send them.
+    """Return the service of Headrace that alone may send rewards of `source`, or None if external producers may send
+    them.
 
     Services send the rewards of reserved sources. The scorer sends those of `feedback` and its metrics.
     """

@@ -83,7 +83,9 @@ class MemoryBudget:
         return self._total - self._free
 
     async def acquire(self, size: int) -> int:
-        """Wait for `size` bytes, and return the number that was granted. The caller must release it."""
+        """Wait until `size` bytes of memory may be used, at most the whole budget, and return the granted number. The
+        caller must release it.
+        """
         size = min(size, self._total)
         if self._waiting or size > self._free:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -70,7 +70,9 @@ class Coordinator:
         return self._groups.get(group_id)
 
     async def join(self, request: JoinGroupRequest, client_id: str, client_host: str) -> JoinGroupResponse:
-        """Handle JoinGroup: wait until the generation is complete."""
+        """Handle JoinGroup: add a member to its consumer group, and respond when all members of the next generation
+        have joined.
+        """
         low, high = _SESSION_TIMEOUT_MIN_S, _SESSION_TIMEOUT_MAX_S
         if not low <= request.session_timeout_ms / 1000 <= high:
             raise Rejected(Code.INVALID_SESSION_TIMEOUT, f"the session timeout must be between {low} s and {high} s")

@@ -263,7 +263,9 @@ class Group:
             self._complete(now_s)
 
     def _complete(self, now_s: float) -> None:
-        """Begin the next generation, with the members that have joined and all static members, which may join later."""
+        """End a rebalance of the consumer group: begin the next generation with the members that have joined, and
+        static members that have not joined yet.
+        """
         self.members = {key: m for key, m in self.members.items() if m.joining or m.instance_id is not None}
         joined = [member for member in self.members.values() if member.joining]
         if self.members and not joined:  # only static members remain, and none has joined: wait for their sessions

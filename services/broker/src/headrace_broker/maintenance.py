@@ -34,9 +34,9 @@ TRANSACTIONS_INTERVAL_S = 1.0
 
 
 class Maintenance:
-    """Background tasks of one broker that delete what is no longer needed.
+    """Background task of the broker that deletes expired and compacted records, deleted topics and unused producers.
 
-    On a full disk they continue in the next round.
+    On a full disk it continues in the next round.
     """
 
     def __init__(self, broker: Broker, readers: Readers) -> None:
@@ -51,7 +51,9 @@ class Maintenance:
             group.create_task(self._every(TRANSACTIONS_INTERVAL_S, self.expire_transactions))
 
     async def round(self) -> None:
-        """Run one round of retention, compaction and deletion."""
+        """Run one round of maintenance on all partitions: delete expired records, compact, and remove deleted
+        topics.
+        """
         await self._purge_deleted()
         for topic in list(self._broker.catalog.topics.values()):
             for view in topic.partitions:

@@ -48,7 +48,7 @@ class PageSums:
 
     @property
     def any(self) -> bool:
-        """Whether the file has at least one checksum."""
+        """Whether a checksum is known for at least one page."""
         return any(self._entries)
 
     def reserve(self, pages: int) -> None:

@@ -100,7 +100,12 @@ class Collector:
         return []
 
     async def on_session_end(self, end: SessionEnd, handling: Handling) -> Sequence[Event]:
-        """Store the end of a session. Raises `InvalidEvent` if the end names a session without its key."""
+        """Store a request to end a session or all sessions of a tenant; it takes effect when the turns before it were
+        read.
+
+        Raises:
+            InvalidEvent: it names a session without its key.
+        """
         if end.scope == "session" and end.session_key is None:
             raise InvalidEvent("invalid_event", "session_key: is missing; the end of a session needs it")
         partition = handling.received.record.partition

@@ -104,7 +104,7 @@ def partition_runs(
 
 
 class _RunAssignment:
-    """Assignment of turns to runs.
+    """Union-find structure that assigns the turns of a session to runs (attempts at a task).
 
     Turns with equal labels belong to one run; call `assign` with the turns in their `order`.
     """

@@ -59,10 +59,10 @@ class Agreement:
 
 
 def agreement_of(answers: Answers, judges: Sequence[str], *, are_scores: bool, seed: int) -> Agreement:
-    """Return the agreement on items.
+    """Compute how well several raters and judges agree on the same items.
 
     Args:
-        answers: the valid answers.
+        answers: for each item, the valid answer of each rater or judge (column).
         judges: the columns that are judges.
         are_scores: whether answers are numbers, which disagree by their squared difference. Other answers are only
             compared for equality.

@@ -20,7 +20,7 @@ REFUSED_STATES = frozenset({"rejected", "withdrawn", "skipped"})
 
 @dataclass(frozen=True, slots=True)
 class ScoredVersion:
-    """A version with its last audit score."""
+    """A version with the score of its last run of the audit tasks (held-out tasks)."""
 
     version: str
     step: int
@@ -42,7 +42,7 @@ class ScoredVersion:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the version serves no calls because it was refused."""
+        """Whether the gate or a rollout refused the version, so that it serves no calls."""
         return self.state in REFUSED_STATES
 
 

@@ -31,7 +31,12 @@ def _choices(item: Item) -> int:
 
 
 def stored_answer(rules: QueueRules, item: Item, text: str, rater: str, *, repeated: bool) -> str | None:
-    """Return the stored form of the answer `text` of a button, or None if the queue has no such button."""
+    """Return the value to store for the button that a reviewer pressed, or None if the queue has no such button.
+
+    Args:
+        text: value of the button. In a pair, the sides are shown in an order of each rater's own.
+        repeated: whether the rater compares the pair a second time.
+    """
     if rules.question == "pair":
         if text in SIDES:
             return str(sides(item, rater, repeated=repeated)[SIDES.index(text)])

@@ -72,7 +72,7 @@ class Lens:
 
     @property
     def prompt_length(self) -> int:
-        """Number of prompt tokens in the event. It does not count those that only an earlier turn contains."""
+        """Number of prompt tokens in the turn's event, without those that only an earlier turn's event contains."""
         return len(self.turn.prompt_token_ids)
 
     @property

@@ -27,7 +27,7 @@ Finish = Literal["stop", "length"]
 
 
 class Guide(Protocol):
-    """Matcher that constrains the tokens of one choice to a grammar.
+    """State of a grammar while one choice is sampled: it determines the allowed next tokens.
 
     Only the sampler of the choice uses it, in one thread at a time.
     """

@@ -12,7 +12,9 @@ class VersionUnusable(HeadraceError):
 
 
 class NoRoom(VersionUnusable):
-    """Raised if a version cannot be served beside the present ones. The replica tries again when routing changes."""
+    """Raised if there is too little memory to serve a version in addition to the loaded ones. The replica tries again
+    when routing changes.
+    """
 
 
 class EngineFailed(HeadraceError):

@@ -107,7 +107,7 @@ class Fleet:
         )
 
     def supports_forms(self) -> bool:
-        """Return whether answers of every version can be constrained.
+        """Return whether answers can be constrained by grammars with every loaded version.
 
         One version that cannot counts for the whole replica, because requests need not name their version.
         """
@@ -188,7 +188,7 @@ class Fleet:
             self._fail(local, reason)
 
     def _drop(self, local: _LocalVersion) -> None:
-        """Drain a ready version. Remove a version that is loading or has failed."""
+        """Stop serving a version: a ready one first finishes its calls (drains), any other one is removed at once."""
         if local.state == "ready":
             local.draining = object()
             self._set(local, "draining")
@@ -276,11 +276,10 @@ class Fleet:
     # Rules
 
     def _check(self, local: _LocalVersion, manifest: Manifest) -> None:
-        """Check that a downloaded manifest belongs to the version to be loaded, and that the tokenizer is that of the
-        model's other versions.
+        """Check that a manifest is that of the version to load, with the tokenizer of the model's other versions.
 
         Raises:
-            VersionUnusable: it does not fit.
+            VersionUnusable: it does not fit (P7).
         """
         if manifest.version != local.version:
             raise VersionUnusable(f"{local.version}: its manifest is that of {manifest.version}")
@@ -339,7 +338,7 @@ class Fleet:
         self._changed()
 
     def _report_wait(self, local: _LocalVersion, reason: str) -> None:
-        """Report in the next heartbeat why the version waits."""
+        """Store the reason why a version is not loaded yet, so that the replica's next heartbeat contains it."""
         if local.error != (error := storable(reason[:_ERROR_LENGTH_MAX])):
             local.error = error
             self._changed()

@@ -36,7 +36,9 @@ class RatedRun(BaseModel):
 
 
 def confusion(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Count the pairs of human and judge scores in a table."""
+    """Count how often each score of a person met each score of the judge: a confusion matrix of persons (rows) by judge
+    (columns).
+    """
     table = [[0] * len(SCORES) for _ in SCORES]
     for human, judge in pairs:
         table[human - SCALE_MIN][judge - SCALE_MIN] += 1

@@ -105,7 +105,7 @@ async def find_verdict(tx: AsyncConnection, question: str) -> Verdict | None:
 
 
 async def store_verdict(tx: AsyncConnection, now: datetime, question: str, verdict: Verdict) -> None:
-    """Cache the verdict on a question."""
+    """Store the judge's verdict on a question, so that the same question need not be judged again."""
     values = {"verdict": verdict.model_dump_json().encode(), "at_ms": epoch_ms(now)}
     await upsert(tx, VERDICTS, {"question": question}, values)
 
@@ -143,7 +143,7 @@ class Subject(_Stored):
         )
 
     def reward(self, judgement: Judgement, now: datetime, judged_by: str, revision: int = 0) -> Reward:
-        """Return the reward event of a judgement."""
+        """Return the reward event that publishes the judge's result."""
         return Reward(
             time=now,
             trajectory_id=self.trajectory_id,

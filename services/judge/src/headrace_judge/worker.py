@@ -205,8 +205,9 @@ class JudgeWorker:
         return await transact(self._processor, lambda tx, now: self._lease_in_turn(tx, now, limit))
 
     async def _lease_in_turn(self, tx: AsyncConnection, now: datetime, limit: int) -> list[Job]:
-        """Lease jobs of the tenants in turn: for each a part of the free slots, as far as its circuit breaker
-        allows."""
+        """Lease up to `limit` judge calls from the queue, shared equally among tenants. A tenant whose circuit breaker
+        is open gets fewer.
+        """
         leased: list[Job] = []
         tenants = await self._jobs.tenants(tx, VERDICT_JOB, self._last_tenant, _LEASED_TENANTS_MAX)
         for left, tenant in zip(range(len(tenants), 0, -1), tenants, strict=True):

@@ -70,7 +70,11 @@ async def register(
     ref: BlobRef,
     label: str | None,
 ) -> VersionRecord:
-    """Register a version, or bring it back if it was retired. Raises `Refused` if it can never serve its model."""
+    """Register a version that no trainer of this installation made, or bring it back if it was retired.
+
+    Raises:
+        Refused: it can never serve its model.
+    """
     existing = await store.load_version(tx, manifest.version)
     await _check_label(tx, manifest, label, existing)
     if existing is None:

@@ -257,7 +257,7 @@ def answers_of(branch: Branch) -> dict[Answer, int]:
 def branch_remarks(
     branch: Branch, rewards: Sequence[SourceReward], corrections: Corrections, policy: RewardPolicy
 ) -> AnswerRemarks:
-    """Return the turn rewards, edits and sides of preferences about a branch.
+    """Collect the feedback about the single answers of a branch: turn rewards, edits and preferences.
 
     Args:
         rewards: rewards that apply to the branch.

@@ -226,8 +226,13 @@ def target_trajectories(feedback: PlacedFeedback | FeedbackPosition, peers: Clos
 def trajectories_losing_feedback(
     trajectory_id: str, peers: ClosedRuns, general: Iterable[PlacedFeedback | FeedbackPosition]
 ) -> list[str]:
-    """Return the trajectories to which some session feedback no longer applies, because `trajectory_id` is new among
-    `peers`."""
+    """Return the trajectories of a session to which some of its feedback no longer applies, because the new trajectory
+    `trajectory_id` fits it better.
+
+    Args:
+        peers: all trajectories of the session, including the new one.
+        general: feedback about the session as a whole.
+    """
     earlier = peers.without(trajectory_id)
     lost = (target_trajectories(record, earlier) - target_trajectories(record, peers) for record in general)
     return sorted({name for names in lost for name in names})

@@ -48,7 +48,9 @@ _WEEK_MS = 7 * 86_400_000
 
 
 class Agreement(BaseModel):
-    """State of the sequential test for one judge. Immutable: `with_pair` returns the next state."""
+    """State of the sequential test whether a judge agrees with people less than at first. Immutable: `with_pair`
+    returns the next state.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -148,13 +150,17 @@ class _Pair(NamedTuple):
 
 
 class JudgeMonitor:
-    """Monitor that counts how far each judge disagrees with people, within the scorer's transactions."""
+    """Monitor of how much each judge disagrees with people on runs that both scored. It works in the scorer's
+    transactions.
+    """
 
     def __init__(self, settings: DriftSettings) -> None:
         self._settings = settings
 
     async def add_run(self, tx: AsyncConnection, now: datetime, trajectory: Trajectory, entries: LedgerEntries) -> None:
-        """Count the run for each judge that has scored it, if people have scored it, too."""
+        """Update the statistics of each judge that has scored the run with the score that people gave it. Without
+        scores of people, do nothing.
+        """
         for pair in self._pairs(entries):
             key = {"trajectory_id": trajectory.trajectory_id, "source": pair.source}
             if await upsert(tx, agreement_pairs, key, {}, update=False):
@@ -241,7 +247,8 @@ async def list_judges(tx: AsyncConnection, settings: DriftSettings) -> list[dict
 
 
 async def reset_judge(tx: AsyncConnection, tenant: str, source: str) -> int:
-    """Delete the state of a judge, so that its next runs become the new reference.
+    """Delete what was learned about how well a judge agrees with people, so that its next runs become the new
+    reference.
 
     Returns:
         Number of versions of the judge whose state was deleted.

@@ -95,7 +95,9 @@ class LedgerEntries:
         return self._latest.get(key)
 
     def corrections(self) -> dict[EntryKey, str]:
-        """Return the edits and preferences that are not withdrawn, each with its message as JSON or its side."""
+        """Return the valid edits and preferences about the trajectory: an edit as its message in JSON, a preference as
+        the side of the answer.
+        """
         return {key: row["detail"] for key, row in self._latest.items() if row["outcome"] == "given"}
 
 

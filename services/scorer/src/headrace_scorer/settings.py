@@ -87,7 +87,11 @@ class ScorerSettings(ServiceSettings, SourceValues):
         return self
 
     def policy(self, functions: Sequence[str]) -> RewardPolicy:
-        """Return the reward policy of these settings. `functions` are the sources of the loaded reward functions."""
+        """Build the rules by which rewards of several sources are combined.
+
+        Args:
+            functions: names of the loaded reward functions, which are sources.
+        """
         return RewardPolicy(
             self.weights, self.required, self.expected, functions, self.combine, self.unrewarded_branches
         )

@@ -72,7 +72,7 @@ async def delete_old_feedback(tx: AsyncConnection, now: datetime, retention_s: f
 
 
 async def delete_stray_entries(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
-    """Delete ledger entries older than `retention_s` of trajectories that are not stored.
+    """Delete rewards that arrived more than `retention_s` ago for trajectories which never arrived.
 
     An entry that arrived before its trajectory is deleted together with the trajectory.
     """

@@ -51,7 +51,9 @@ _START = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 async def run(common: Common, settings: TrainerSettings) -> None:
-    """Run the filter on standard input and output."""
+    """Run the dry run of the trainer as a filter program: read experiences from standard input, and write the batches
+    that training would use.
+    """
     lines = Lines()
     dry_run = DryRun(settings, BlobStore.open(common))
     recorded_sizes: list[int] = []

@@ -102,7 +102,9 @@ def _is_number(value: object) -> bool:
 
 
 def matrix_names(folder: Path) -> set[str]:
-    """Return the names of the modules with a matrix in the layers of a base, such as `q_proj`, for LoRA targets."""
+    """Return the names of the linear modules in a base model's layers, such as `q_proj`, to which LoRA can be
+    applied.
+    """
     matrices = [name for name, tensor in _tensors(folder).items() if len(tensor.shape) == 2]
     paths = [name.split(".")[:-1] for name in matrices if name.endswith(".weight")]
     return {path[-1] for path in paths if any(part.isdecimal() for part in path[:-1])}

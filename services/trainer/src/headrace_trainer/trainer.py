@@ -223,7 +223,7 @@ class Trainer:
         return True
 
     async def _revert_to_last_version(self, lineage: Lineage, reporter: Reporter, reason: str) -> None:
-        """Go back to the last version after training was stopped, save at once, and report the stop."""
+        """Undo the steps since the last version, because training health is bad; then save and report the stop."""
         await self._finish_save(lineage, reporter)
         await self._requeue_undone(await self._retry_in_thread(lineage.revert_to_last_version), lineage)
         await self._save(lineage, reporter, publish=False)
@@ -263,7 +263,9 @@ class Trainer:
         await self._retry(lambda: loop.run_in_executor(self._writer, save.write))
 
     async def _finish_save(self, lineage: Lineage, reporter: Reporter) -> None:
-        """Wait until the save in progress is durable, and announce it. Call it before all operations but a step."""
+        """Wait until the save in progress is durable, and publish its results. Every operation but a training step
+        requires it.
+        """
         if self._saving is None:
             return
         save, writing = self._saving

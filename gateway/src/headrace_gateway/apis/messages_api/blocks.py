@@ -176,7 +176,7 @@ def chat_messages(system: Sequence[TextBlock], messages: Iterable[MessageParam],
 
 
 class _Conversation:
-    """Chat messages in the order of the conversation."""
+    """Builder of the list of chat messages into which a request of the Messages API is converted."""
 
     def __init__(self, context: RequestContext) -> None:
         self._messages: list[Json] = []

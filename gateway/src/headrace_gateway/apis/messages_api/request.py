@@ -228,7 +228,9 @@ def _response_format(config: OutputConfig | None) -> Json | None:
 
 
 def _metadata(metadata: JsonObject | None) -> Json | None:
-    """Return the labels of the call. Claude Code writes its session into `user_id`: as JSON, earlier as one word."""
+    """Return the labels of the call from the request's `metadata`. Claude Code's `user_id` is split into user and
+    session; it is JSON, in earlier releases one word.
+    """
     labels: Json = dict(metadata or {})
     user = labels.get("user_id")
     if not isinstance(user, str):

@@ -74,7 +74,7 @@ class _OpenItem(OpenPart):
 
 
 class ResponseWriter(PartWriter[_OpenItem]):
-    """Turns the deltas of one answer into events."""
+    """Converter of the streamed deltas of an engine's answer to events of the Responses API."""
 
     REASONING = "rs"
     TEXT = "msg"
@@ -131,7 +131,9 @@ class ResponseWriter(PartWriter[_OpenItem]):
         return delta
 
     def _add_call(self, index: int, call: EngineToolCall) -> list[Json]:
-        """Add to a call. The text of a custom tool is sent when its arguments are complete."""
+        """Return the events for a new part of a tool call's arguments. The text of a custom tool is sent when its
+        arguments are complete.
+        """
         events: list[Json] = []
         if self._open is None or self._open.kind not in _CALLS or self._open.call_index != index:
             tool = self._frame.tool(call.function.name)

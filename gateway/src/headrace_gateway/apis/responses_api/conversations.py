@@ -79,7 +79,11 @@ class _Added:
     bytes_max: int
 
     def to(self, conversation: StoredConversation) -> StoredConversation:
-        """Return the conversation with the items. Raises `ApiError` 413."""
+        """Return the conversation with the new items appended.
+
+        Raises:
+            ApiError: 413, it would become too large.
+        """
         if conversation.item_bytes + self.size_bytes > self.bytes_max:
             message = f"items: the conversation would be larger than {self.bytes_max} bytes; begin another one"
             raise ApiError(413, "body_too_large", message, "items")

@@ -19,7 +19,7 @@ _TRAINING_PANEL = "Training"
 
 @dataclass(frozen=True)
 class ReadingOptions:
-    """Options for reading files as rows."""
+    """Command line options of `headrace train` about the format and the columns of data files."""
 
     column: Annotated[
         list[str] | None,

@@ -221,7 +221,8 @@ class DemoRun:
         return plays, row
 
     async def _measure(self, version: str) -> MeasuredPlays:
-        """Play the tasks with a version; all versions get the same tasks and seeds.
+        """Let a version play the demo's held-out tasks, and return the scores; all versions get the same tasks and
+        seeds.
 
         These plays select no version: the agent stops by the registry's audit, which uses other plays.
         """

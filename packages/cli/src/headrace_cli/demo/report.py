@@ -110,7 +110,9 @@ class Report:
 
 
 def draw_chart(report: Report, title: str, path: Path) -> bool:
-    """Write a PNG; return False if matplotlib is not installed or no version has a score."""
+    """Draw the scores of a demo's versions as a PNG. Return False if matplotlib is not installed or no version has a
+    score.
+    """
     if not any(version.promoted and version.score is not None for version in report.versions):
         return False
     try:

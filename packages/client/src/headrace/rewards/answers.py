@@ -138,7 +138,9 @@ class ToolScore:
 
 
 def tool_score(messages: Sequence[Message], tools: Iterable[Tool], expected: Sequence[Call] = ()) -> ToolScore:
-    """Score the calls of a conversation. Each actual call matches at most one expected call."""
+    """Compare the tool calls of a conversation with the offered tools and the expected calls, and return the counts.
+    Each actual call matches at most one expected call.
+    """
     calls = [call for message in messages for call in message.tool_calls or ()]
     offered = {tool.function.name for tool in tools}
     arguments = [_arguments(call) for call in calls]

@@ -83,9 +83,9 @@ Signal = Callable[[Sequence[Exchange], Mapping[str, Any]], Iterable[Hint]]
 
 
 def exchanges(trajectory: Trajectory) -> list[Exchange]:
-    """Return the exchanges of the first branch.
+    """Split a trajectory into exchanges: each answer of the model with the messages around it.
 
-    The spans of the branch are the last answers of its dialogue. The client sent the earlier answers itself.
+    The spans of the first branch are the last answers of its dialogue. The client sent the earlier answers itself.
     """
     if not trajectory.branches or not trajectory.dialogues:
         return []

@@ -30,7 +30,7 @@ class TrajectorySink(Protocol):
         ...
 
     async def commit(self, client: AsyncClient) -> None:
-        """Make the rewarded runs available to the trainer. Raises `HeadraceError`."""
+        """Send the runs and their rewards to the trainer. Raises `HeadraceError` if that fails."""
         ...
 
 

@@ -176,8 +176,9 @@ class SessionOutcome:
 
 
 class OutcomeWatch:
-    """Reader of turns, trajectories and training reports from the beginning of the topics. Callers `forget` sessions
-    they no longer need."""
+    """Reader of the topics that determines whether given sessions were trained. It reads from the beginning of the
+    topics; callers `forget` sessions they no longer need.
+    """
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack

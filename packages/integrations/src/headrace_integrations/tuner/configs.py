@@ -110,8 +110,12 @@ class PromptTuneConfig:
 
 
 def check_workflow_function(function: Callable[..., Any]) -> None:
-    """Raise `UsageError` unless `function` is async with `task` and `model`, and optionally `auxiliary_models` and
-    `logger`."""
+    """Check the signature of a user's workflow function.
+
+    Raises:
+        UsageError: it is not async, lacks `task` or `model`, or has parameters other than `auxiliary_models` and
+            `logger`.
+    """
     _check(function, "workflow function", ("task", "model"))
 
 

@@ -60,7 +60,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class TrainedControl:
-    """Result of training with one control and one seed."""
+    """Result of one control experiment (training with manipulated rewards) with one seed."""
 
     control: Control
     seed: int

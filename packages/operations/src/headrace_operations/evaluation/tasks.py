@@ -24,7 +24,9 @@ _NAME_LENGTH_MAX = 200
 
 @dataclass(frozen=True)
 class EvaluationTask:
-    """One task. `fields` has all columns of its row, for the metrics."""
+    """One task for evaluating a model: the prompt, the tools and the split. `fields` has all columns of its row, for
+    the metrics.
+    """
 
     name: str
     messages: tuple[Message, ...]

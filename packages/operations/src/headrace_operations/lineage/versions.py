@@ -21,7 +21,9 @@ RevisionKey = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, order=True)
 class TrainingPosition:
-    """Position of the training of a revision: the save, and the index among the outcomes of that save."""
+    """Position at which the training of a revision was reported: the number of the lineage's save, and the index among
+    its outcomes.
+    """
 
     account: int
     order: int

@@ -26,7 +26,7 @@ _REQUEST_BYTES_SPARE = 65_536
 
 
 class MirrorConflict(HeadraceError):
-    """The target has data that is not on the source."""
+    """Raised when a topic of the target bus has records that the source bus does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +195,9 @@ class Side:
                 self._check_offset(topic_partition, metadata.offset, at + number)
 
     async def append_repeated(self, topic_partition: TopicPartition, row: Row, count: int, at: int) -> None:
-        """Write one small row without headers `count` times. Raises as `append` does."""
+        """Append the same small record without headers `count` times to a partition, whose first record must get the
+        offset `at`. Raises as `append` does.
+        """
         assert self._producer is not None
         acks = []
         while count:

@@ -129,7 +129,7 @@ class Supervisor:
         return self._wait_for(lambda state: state.ready, timeout_s, "is not ready")
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Return whether all services have stopped within `timeout_s`.
+        """Wait at most `timeout_s` for all services to stop, and return whether they have.
 
         Raises:
             StartFailed: a service caused the stop.

@@ -25,7 +25,7 @@ _DONE = b"."
 
 
 class TrialFailed(Exception):
-    """The compilation ended the process of the trial."""
+    """Raised when compiling a grammar in a separate process has ended that process, for example for lack of memory."""
 
 
 class TrialTimedOut(TrialFailed):
@@ -86,7 +86,7 @@ class GrammarTrial:
         return process
 
     def _wait(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
-        """Wait for the byte by which the process reports that it is ready for a grammar."""
+        """Wait until the child process reports by one byte that it is ready for a grammar."""
         assert process.stdout is not None
         poll = select.poll()  # `select.select` takes no descriptor above 1,023
         poll.register(process.stdout, select.POLLIN)

@@ -85,7 +85,7 @@ class ConnectionLimits:
         self._unread_bytes += unread_bytes
 
     def release(self, connection: Connection) -> None:
-        """Note that no response waits for the client."""
+        """Record that no response on the connection waits to be read by the client any more."""
         self._unread_bytes -= self._unread.pop(connection, 0)
 
     def close(self, connection: Connection) -> None:

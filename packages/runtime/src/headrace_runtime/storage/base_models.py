@@ -113,7 +113,7 @@ def resolve(base: str, data_dir: Path) -> Path:
 
 
 def find_fetched(repository: Repository, data_dir: Path) -> Path | None:
-    """Return the folder of a model that was fetched before, or None."""
+    """Return the folder of a model that was downloaded from the hub earlier, or None."""
     folder = _folder_of(repository, data_dir)
     commit = repository.revision
     if not _COMMIT.fullmatch(commit):

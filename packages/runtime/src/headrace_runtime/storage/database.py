@@ -150,7 +150,8 @@ class Database:
 
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncIterator[AsyncConnection]:
-        """Run the body in one transaction.
+        """Context manager that yields a connection in a transaction, which is committed at the end or rolled back by an
+        exception.
 
         Raises:
             Unavailable: a retry may succeed (lost connection, lock, serialization failure, full disk).

@@ -143,7 +143,7 @@ class HeldRecords:
         RECORDS_HELD.labels(self._service).set(sum(self._counts.values()))
 
     def advance(self, page: Sequence[HeldRecord]) -> None:
-        """Let the retry of held records go on after `page`. After an empty page it is complete."""
+        """Record that the held records of `page` were retried. An empty page ends the retry."""
         self.is_due = bool(page)
         self._after = page[-1].name if page else ""
 

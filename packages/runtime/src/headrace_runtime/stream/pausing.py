@@ -165,7 +165,8 @@ class DeadLetterLimiter:
         self._limits.note(getattr(event, "tenant", UNKNOWN_TENANT), refused=False)
 
     async def __call__(self, record: Record, error: InvalidEvent) -> None:
-        """Dead-letter a record. Return once the letter is durable, after a pause until `resume` if there were too many.
+        """Write a dead letter for a refused record, and return once it is durable. If too many records were refused,
+        first wait until an operator calls `resume`.
 
         Raises:
             Unavailable: the bus does not respond.

@@ -89,7 +89,11 @@ def valid_feedback(newest_first: Iterable[Feedback], rater: str, turn_id: str | 
 
 
 async def _target(visit: Visit, number: str) -> tuple[Row, Row | None]:
-    """Return the session of the path, and its turn with this number unless it is empty. Raises `NotFound`."""
+    """Return what the feedback form is about: the session in the URL, and its turn if a number is given.
+
+    Raises:
+        NotFound: the user may see no such session or turn.
+    """
     session = await find_session(visit)
     return session, await find_turn(visit, session, number) if number else None
 

@@ -28,7 +28,7 @@ class LoginPages:
         self._behind_tls = behind_tls
 
     def routes(self) -> list[Route]:
-        """Return the routes that need no session."""
+        """Return the routes that users may open before they have logged in."""
         return [
             Route("/login", self._safely(self.form), methods=["GET"]),
             Route("/login", self._safely(self.log_in), methods=["POST"]),

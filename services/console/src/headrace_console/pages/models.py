@@ -57,7 +57,7 @@ async def model(visit: Visit) -> Response:
 
 
 async def version(visit: Visit) -> Response:
-    """Show a version and the numbers of each decision about it."""
+    """Show the page of a version: its state, and the statistics of each decision about it."""
     visit.parameters()
     version = await find_version(visit)
     model = await visit.parts.registry.model(version.model)

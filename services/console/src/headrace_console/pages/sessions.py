@@ -249,7 +249,7 @@ def parse_time(text: str) -> datetime:
 
 
 def _session(row: queries.Row, texts: dict[int, str]) -> dict[str, object]:
-    """Return the template values of a session in the list."""
+    """Return the values that the template of the session list shows for one session."""
     thumb = next((name for name, value in THUMBS.items() if value == row["thumb"]), "")
     statuses = [f"{row[kind]} {kind}" for kind in tables.STATUSES if row[kind]]
     return {

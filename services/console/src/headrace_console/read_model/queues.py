@@ -58,7 +58,7 @@ class QueueRules(Model):
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """A review queue of a tenant."""
+    """Queue of sessions or answers that people review in the console, by rating, labelling, comparing or editing."""
 
     id: int
     tenant: int

@@ -76,7 +76,7 @@ async def item_of(tx: AsyncConnection, queue: Queue, name: bytes, rater: str) ->
 
 
 async def _turn_of(tx: AsyncConnection, item: Row) -> Row | None:
-    """Return the turn of an item. An item without one, for a verdict about a session, has its session's last turn."""
+    """Return the turn to show for an item of a review queue; for an item that is a whole session, its last turn."""
     table = tables.turns
     is_own = table.c.id == item["turn"] if item["turn"] else table.c.session == item["session"]
     query = turns_query().where(is_own, table.c.log_offset >= 0).order_by(table.c.at_ms.desc(), table.c.id.desc())
@@ -124,7 +124,7 @@ async def reserve_next(tx: AsyncConnection, queue: Queue, rater: str, now_ms: in
 
 
 async def _extend(tx: AsyncConnection, queue: Queue, name: bytes, rater: str, now_ms: int) -> None:
-    """Restart the period of a reservation."""
+    """Prolong a rater's reservation of an item by the queue's full reservation time, from now on."""
     table, until_ms = review_tables.reservations, now_ms + 1000 * queue.rules.reserved_s
     await tx.execute(update(table).where(_of_rater(table, name, rater)).values(until_ms=until_ms))
 

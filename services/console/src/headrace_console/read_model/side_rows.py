@@ -50,7 +50,7 @@ class HourKey(NamedTuple):
 
 @dataclass(slots=True)
 class HourChange:
-    """Change of a row of `hours`."""
+    """Number and sum of rewards that a batch of records adds to an hour's row of the table `hours`."""
 
     rewards: int = 0
     total: float = 0.0

@@ -102,7 +102,9 @@ class Progress:
         self._trained, self._last = trained, report
 
     def untrained_s(self, now_s: float) -> float | None:
-        """Return the seconds since the number of trained experiences rose, or None if no rise was observed."""
+        """Return the seconds since the trainer last reported more trained experiences, or None if this was never
+        observed.
+        """
         return None if self._rose_at_s is None else now_s - self._rose_at_s
 
 

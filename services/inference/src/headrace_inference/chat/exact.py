@@ -57,7 +57,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """A remembered prompt with its answer."""
+    """The exact tokens of a prompt and its answer, remembered for the next prompt of the conversation."""
 
     prompt_text: str
     prompt_length: int
@@ -158,7 +158,9 @@ class ExactPrompts:
     def _continued(
         self, tokenizer: ChatTokenizer, text: str, conversation: _Conversation | None, tools: Sequence[Tool]
     ) -> list[int] | None:
-        """Return the tokens of a prompt that continues a known conversation; None if it does not."""
+        """Return the prompt's tokens, composed of the exact tokens of the conversation so far and of those of the new
+        messages; None if the prompt does not continue the conversation.
+        """
         if conversation is None:
             metrics.EXACT_PROMPTS.labels("new").inc()
             return None

@@ -97,7 +97,9 @@ class PlainText:
         return _STAND_IN.sub(lambda match: self._names[int(match[1])], text)
 
     def encode(self, text: str) -> list[int]:
-        """Tokenize a rendered text: control tokens in it become control tokens, and stand-ins become plain text."""
+        """Tokenize text that the chat template rendered. The template's control tokens become special tokens; those
+        that `PlainText` masked in users' texts become ordinary text.
+        """
         ids = ids_of(self._inner, text)
         if _SECRET not in text:
             return ids

@@ -104,7 +104,7 @@ def grammar_of(form: AnswerForm, parsers: Parsers, special: Special, *, thinks: 
 
 
 class _Writer:
-    """Writer of the rules of one grammar."""
+    """Builder of the text of a Lark grammar that describes the permitted answers."""
 
     def __init__(self, parsers: Parsers, special: Special) -> None:
         self.rules: list[str] = [_SPACE]

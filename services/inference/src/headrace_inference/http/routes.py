@@ -82,7 +82,7 @@ _SESSION_LENGTH_MAX = 64
 
 @dataclass(frozen=True)
 class Served:
-    """A version that answers requests."""
+    """A loaded version with everything that a request needs: tokenizer, context length and time of loading."""
 
     version: str
     tokenizer: ChatTokenizer
@@ -155,7 +155,9 @@ class Api:
         return JSONResponse({"object": "list", "data": listed})
 
     async def _logprobs(self, request: Request) -> Response:
-        """Respond with the logprobs of given answers (`headrace_schemas.http.replica_api`)."""
+        """Handle `POST /v1/logprobs`: return the logprobs of given answers under one version
+        (`headrace_schemas.http.replica_api`).
+        """
         web.require_internal_key(request, self._common)
         body = await _body(request, self._limits.body_bytes_max)
         score_request = await self._worker_threads.run(len(body), partial(_score_request, body))

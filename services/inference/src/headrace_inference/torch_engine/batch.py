@@ -36,7 +36,7 @@ Delivery = tuple[Sequence, Tokens | EngineFailed]
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """Limits of one version's batch. `TorchSettings` describes them."""
+    """Limits of one version's batch (see `TorchSettings`): sequences, prompt tokens per step, bytes of KV."""
 
     sequences_max: int
     prefill_tokens_max: int
@@ -71,9 +71,7 @@ class DecodeBatch:
         return bool(self.waiting or self.running or self._quarantine.active)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence for decoding. Further choices of the same prompt (`followers`) start when the prompt is
-        computed.
-        """
+        """Queue a sequence. Other choices of its prompt (`followers`) start when the prompt is computed."""
         sequence.arrival = next(self._arrivals)
         for follower in sequence.followers:
             follower.arrival = sequence.arrival

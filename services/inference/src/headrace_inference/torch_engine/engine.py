@@ -100,7 +100,9 @@ class TorchEngine:
         return await loop.run_in_executor(self._loading, probe, model, parent and parent[0], tolerance)
 
     async def score(self, version: str, answers: SequenceOf[TokensToScore]) -> list[list[float]]:
-        """Return the logprobs of answers, one at a time in the loading thread. Batches of users go on meanwhile."""
+        """Return the logprobs of given answers under a version, computed one at a time while users' batches
+        continue.
+        """
         model = self._model(version)
         loop = asyncio.get_running_loop()
         logprobs = []

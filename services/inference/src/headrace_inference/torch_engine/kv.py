@@ -99,7 +99,9 @@ class KV:
         return False
 
     def view(self, first: int, count: int) -> Tensor:
-        """Return a view of `count` rows from `first` on, for a forward pass to write."""
+        """Return `count` rows of the cache of keys and values, from row `first` on, as a view into which a forward pass
+        writes.
+        """
         return self._tensor[:, first : first + count]
 
     def move(self, source: int, target: int, length: int) -> None:

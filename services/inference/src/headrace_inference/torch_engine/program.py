@@ -142,7 +142,9 @@ def share(model: nn.Module) -> nn.Module:
 
 
 class Program:
-    """Forward pass of one architecture. The argument `weights` is in the order of `tensors_of`."""
+    """Forward pass of one model architecture, for prompts (`prefill`) and single tokens (`decode`). The argument
+    `weights` is in the order of `tensors_of`.
+    """
 
     def __init__(self, decode: Callable[..., Decoded], prefill: Callable[..., Tensor], *, traced: bool) -> None:
         self.decode = decode
@@ -165,7 +167,9 @@ def direct(model: nn.Module) -> Program:
 
 
 class Programs:
-    """Cache of traced programs by architecture, shared by all versions. Only the loading thread uses it."""
+    """Cache of forward passes that were compiled (traced) for a model architecture, shared by all versions. Only the
+    loading thread uses it.
+    """
 
     def __init__(self, *, trace: bool) -> None:
         self._trace = trace

@@ -17,7 +17,8 @@ log = get_logger(__name__)
 
 
 class RowSampler:
-    """Sampler of rows with grammars, biases, penalties or truncation.
+    """Sampler for the rows of a batch that need more than temperature: grammars, biases, penalties or truncation such
+    as top-p.
 
     It counts sampled tokens for penalties, by row of the batch.
     """
@@ -123,7 +124,7 @@ class RowSampler:
             self.counts[target] = self.counts[source]
 
     def swap(self, left: int, right: int) -> None:
-        """Exchange the counts of two rows."""
+        """Exchange the token counts of two rows, when their sequences change places in the batch."""
         if self.counts is not None:
             self.counts[[left, right]] = self.counts[[right, left]]
 

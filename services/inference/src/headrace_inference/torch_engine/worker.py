@@ -54,7 +54,7 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Start the worker's thread."""
+        """Start the thread, and shorten Python's thread switch interval so that the event loop stays responsive."""
         sys.setswitchinterval(min(_SWITCH_S, sys.getswitchinterval()))
         self._thread.start()
 

@@ -85,7 +85,7 @@ class VllmReasoning:
 
 
 def _or_none(read: Callable[[], T]) -> T | None:
-    """Return the result of a parser; None if it raises an exception, so that the text remains content."""
+    """Call a parser; return None if it raises an exception, so that the text is delivered unparsed."""
     try:
         return read()
     except Exception as error:  # noqa: BLE001 (a parser may raise anything)

@@ -44,7 +44,8 @@ async def probe(
     concurrency: int,
     tolerance: float,
 ) -> Probe:
-    """Compare the logprobs of a version with its fingerprint, and with its parent's logprobs.
+    """Check that the engine computes with the right weights: compare its logprobs of a version with the fingerprint,
+    and with those of the parent version.
 
     Args:
         version: computes logprobs of the version.

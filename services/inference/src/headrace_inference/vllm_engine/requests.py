@@ -90,11 +90,14 @@ def _bias(sampling: Sampling, resumed: Sequence[int]) -> Mapping[int, float]:
 
 
 def tokens_of(output: RequestPiece, choice: int, prompt_length: int, top: int, ranked: int = 0) -> Tokens:
-    """Convert one output to tokens. Raises `EngineFailed` if it is invalid.
+    """Convert vLLM's output for one choice to `Tokens`.
 
     Args:
         top: number of most likely tokens to return.
         ranked: number of logprobs at each position that the request asked for because of truncation (`ranked_of`).
+
+    Raises:
+        EngineFailed: the output is inconsistent.
     """
     (sampled,) = output.outputs
     ids = list(sampled.token_ids)

@@ -162,7 +162,9 @@ async def roll_back(
 
 
 def _step(rollout: RolloutRecord, kind: Kind, stage: int) -> RolloutStep:
-    """Return the step of a rollout as it is published, with the share that follows from it."""
+    """Return the event content for a step of a rollout: its kind, its stage and the resulting share of the
+    candidate.
+    """
     final_shares = {"promote": Fraction(1), "hold": Fraction(0), "roll_back": Fraction(0)}
     share = final_shares.get(kind, min(rollout.plan.stages[stage].share, Fraction(1, rollout.slots + 1)))
     return RolloutStep(rollout_id=rollout.rollout_id, kind=kind, stage=stage, share=str(share))

@@ -99,7 +99,9 @@ class Gate:
             yield session
 
     async def _take_spare(self, stack: contextlib.AsyncExitStack) -> GateSession | None:
-        """Return the session of the spare program if it can be used. It is killed when the stack is closed."""
+        """Return a session with the gate program that was started in advance, or None if there is none or its files
+        have changed. The program is killed when `stack` is closed.
+        """
         spare, self._spare = self._spare, None
         if spare is None:
             return None

@@ -32,7 +32,9 @@ log = get_logger(__name__)
 
 
 class GateProgram(Protocol):
-    """Interface of the gate's program for `GateRunner`."""
+    """Interface of the program that plays evaluation tasks for the gate, the test that a version must pass before it
+    serves users.
+    """
 
     configured: bool
     sha256: str

@@ -223,9 +223,10 @@ class Trial:
         return SuccessionEvidence(self.candidate, anchor, error, EProcess(null=0.0, gap=self.rule.anchor_margin))
 
     def _next_anchor_state(self, promoted: bool) -> AnchorState:
-        """Return the anchor after this trial.
+        """Return the anchor for the next trial: the earlier version that candidates are compared with besides the
+        champion.
 
-        A version that is better than the anchor replaces it and begins a new family.
+        A version that was shown to be better than the anchor replaces it and begins a new family.
         """
         succeeded = self._champion_evidence is not None and self._champion_evidence.won
         if promoted:

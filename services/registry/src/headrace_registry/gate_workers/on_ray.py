@@ -54,11 +54,11 @@ class PlayDispatcher:
         self._playing = dict.fromkeys(workers, 0)
 
     async def tasks(self) -> Tasks:
-        """Return the tasks that all workers have named, once all have started.
+        """Wait until all workers have started, and return the tasks that they offer, which must be the same.
 
         Raises:
-            GateFailed: the workers have named different tasks, or a program failed.
-            WorkerLost: a worker is gone.
+            GateFailed: the workers offer different tasks, or a program failed.
+            WorkerLost: a worker does not exist any more.
         """
         task_lists = await asyncio.gather(*(worker.tasks() for worker in self._workers.values()))
         return _require_equal_tasks(dict(zip(self._workers, task_lists, strict=True)))

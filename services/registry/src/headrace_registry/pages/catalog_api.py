@@ -42,7 +42,9 @@ VersionChange = Callable[[AsyncConnection, datetime, Transition, ModelRecord, Ve
 
 
 class CatalogApi:
-    """REST pages of the catalog. Every registry answers reads; only the leader accepts changes."""
+    """REST endpoints for the catalog of versions: register, serve, alias, retire, tag and note. Every registry answers
+    reads; only the leader accepts changes.
+    """
 
     def __init__(
         self,

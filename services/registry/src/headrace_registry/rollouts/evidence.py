@@ -202,10 +202,10 @@ class Evidence:
         return self._monitors[metric, age]
 
     def add_reading(self, age: ReadingAge, reading: UnitReading) -> None:
-        """Add the metrics of a session or user that were read at this age.
+        """Add the metric values of one unit (a user or a session) at an age to the sequential tests.
 
         Raises:
-            ValueError: the unit of the reading did not arrive after that of the reading before.
+            ValueError: the unit did not arrive after that of the reading before.
         """
         previous = self._last.get(age)
         if previous is not None and reading.unit.order_key <= previous.unit.order_key:
@@ -266,8 +266,9 @@ class Evidence:
         return self._ratio.candidates + self._ratio.controls
 
     def estimate(self) -> Estimate:
-        """Return the estimated difference of the first success metric, as a share of the metric's range, larger
-        being better."""
+        """Return the estimated advantage of the candidate in the first success metric, with its standard error. 1 is
+        the whole range of the metric; larger is better.
+        """
         success, _ = self._successes[0]
         monitor = self._monitors[success.metric, "maturity"]
         error = monitor.contrasts.standard_error

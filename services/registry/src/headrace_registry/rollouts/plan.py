@@ -282,7 +282,7 @@ class Unit:
 
 @dataclass(frozen=True, slots=True)
 class UnitReading:
-    """Reading of a unit: its metric values at one age. A metric that abstained is not in `values`."""
+    """Metric values of one unit (a user or a session) at a certain age. A metric that abstained is not in `values`."""
 
     unit: Unit
     values: Mapping[str, float]

@@ -71,7 +71,7 @@ class ShadowSettings(Section):
 
     @property
     def keys(self) -> dict[str, str]:
-        """The gateway's key of each tenant."""
+        """API keys of the gateway by tenant, for the requests of shadows."""
         return {tenant.tenant: tenant.key.get_secret_value() for tenant in self.tenants}
 
     @model_validator(mode="after")

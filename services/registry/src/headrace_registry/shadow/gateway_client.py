@@ -205,7 +205,7 @@ class ToolRequest(BaseModel):
 
 
 class ToolResult(BaseModel):
-    """Line that the tool program prints: the result of a call."""
+    """Output line of an operator's tool program: the result of one tool call."""
 
     id: int
     result: str

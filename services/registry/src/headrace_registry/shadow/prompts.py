@@ -208,7 +208,7 @@ async def side_events(tx: AsyncConnection, prompt: PromptRecord, side: Side) -> 
 
 
 async def release_sessions(tx: AsyncConnection, rollout_id: str) -> None:
-    """Delete the units of a shadow, so that its sessions may be assigned to an arm later."""
+    """Delete what the registry stored about the sessions of a shadow, so that they may take part in a rollout later."""
     for table in (SESSIONS, EVENTS, UNITS):
         await tx.execute(delete(table).where(table.c.rollout_id == rollout_id, table.c.unit.like(f"{_UNIT}%")))
 

@@ -104,7 +104,9 @@ class ModelRecord:
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """Result of a candidate's trial: its opponents, whether it passed, and the anchor from then on."""
+    """Result of a candidate's trial: the opponents, whether it passed, and the resulting anchor (the version that
+    candidates must not fall behind).
+    """
 
     champion: str | None
     anchor: str | None

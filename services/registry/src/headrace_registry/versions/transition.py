@@ -224,7 +224,7 @@ class Transition(StateChanges):
         await self.set_roles(model, **roles, **asdict(CHAMPION_IS_ANCHOR))
 
     async def release(self, model: ModelRecord, version: str) -> None:
-        """Return the candidate to the waiting versions."""
+        """Take a version back from the role of candidate, without a decision, so that it waits for a trial again."""
         await self.set_state(version, "registered")
         await self.set_roles(model, candidate=None)
 
@@ -241,7 +241,7 @@ class Transition(StateChanges):
         self.mark_changed(model.model)
 
     async def _forget_champions_after(self, model: str, until: str) -> None:
-        """Delete the champions since `until` was champion last from the model's history."""
+        """Remove from the model's history all champions after the last time that the version `until` was champion."""
         last_reign = select(func.max(CHAMPIONS.c.id)).where(CHAMPIONS.c.model == model, CHAMPIONS.c.version == until)
         last_id = (await self.tx.execute(last_reign)).scalar_one_or_none()
         if last_id is not None:

@@ -83,7 +83,9 @@ class FunctionProcess:
         return started
 
     async def call(self, call: CallRequest, trajectory: bytes, timeout_s: float) -> Outcome:
-        """Call a function and return its outcome. A function that hangs or ends its process gives an outcome, too."""
+        """Call a reward function in the process, and return its outcome. A function that hangs or ends the process is
+        an outcome, too.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 return Outcome.model_validate_json(await self._exchange(call.model_dump_json().encode(), trajectory))

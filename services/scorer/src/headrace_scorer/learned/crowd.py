@@ -164,7 +164,16 @@ def _reliabilities(thumbs: Thumbs, good_R: Array) -> tuple[float, Array]:
 def _newton(
     rows_RD: Array, good_R: Array, run_weight_R: Array, weights_D: Array, means_D: Array, precisions_D: Array
 ) -> Array:
-    """Return the regression weights after one Newton step towards the targets `good_R`."""
+    """Return the weights of the logistic regression after one Newton step.
+
+    Args:
+        rows_RD: features of each run.
+        good_R: target: the probability that the run is good.
+        run_weight_R: weight of each run.
+        weights_D: weights before the step.
+        means_D: means of the prior of the weights.
+        precisions_D: precisions of the prior of the weights.
+    """
     predicted_R = sigmoid(rows_RD @ weights_D)
     slope_D = rows_RD.T @ (run_weight_R * (good_R - predicted_R)) - precisions_D * (weights_D - means_D)
     curve_DD = rows_RD.T @ (rows_RD * (run_weight_R * np.maximum(predicted_R * (1 - predicted_R), 1e-6))[:, None])

@@ -76,7 +76,7 @@ class FittedModel(ABC):
 
     @abstractmethod
     def judge(self, features: Features) -> QualityEstimate | None:
-        """Return the probability that a run is good; None if the model abstains."""
+        """Return the probability that a run with these features is good; None if the model gives no value."""
 
     @abstractmethod
     def to_json(self) -> bytes:

@@ -170,7 +170,7 @@ def fit(runs: Sequence[ThumbedRun], unrated: Sequence[Features], requirements: F
 
 
 def _unfitted_model(facts: FitFacts, requirements: FitRequirements, reason: str) -> FittedThumbs:
-    """Return a model that scores no run, for this reason."""
+    """Return a reward model that gives no run a reward, because `reason` prevented the fit."""
     return FittedThumbs(replace(facts, silent=reason), requirements)
 
 

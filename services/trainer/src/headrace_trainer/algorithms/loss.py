@@ -103,7 +103,9 @@ def likelihood(sampled: LossInputs, _settings: LossSettings) -> TokenLoss:
 
 
 def plain(loss_N: Tensor, sampled: LossInputs, clipped_N: Tensor | None = None) -> TokenLoss:
-    """Return `loss_N` as the loss, without importance weights. Left-out tokens have a loss of 0."""
+    """Wrap a loss per token (`loss_N`) that has no importance weights as a `TokenLoss`. Tokens that are left out get a
+    loss of 0.
+    """
     none_N = torch.zeros_like(loss_N, dtype=torch.bool)
     masked_N = none_N if sampled.left_out_N is None else sampled.left_out_N
     clipped_N = none_N if clipped_N is None else clipped_N

@@ -216,7 +216,7 @@ class RewardRanges(Model):
         )
 
     def _is_current(self, stray: Stray, limits: RangeLimits) -> bool:
-        """Return whether a stray is recent and still outside the bounds of its source."""
+        """Return whether an outlier (stray) is one of the recent rewards and still outside the bounds of its source."""
         source_range = self.sources.get(stray.source)
         if source_range is None or source_range.count - stray.at >= STRAY_AGE_MAX:
             return False
@@ -252,7 +252,9 @@ def _add(sources: dict[str, SourceRange], values: Iterable[tuple[str, str, float
 
 
 def _key(experience: Experience, source: str) -> str:
-    """Return the name of a source's range: tenants have units of their own, whatever their sources are called."""
+    """Return the key under which a source's recent values are stored. It contains the tenant, because tenants may use
+    different scales.
+    """
     plain = experience.tenant == "default" and "/" not in source
     return source if plain else tenant_name(experience.tenant, source)
 

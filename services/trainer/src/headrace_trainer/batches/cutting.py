@@ -31,7 +31,9 @@ BEGINNING_OF_TIME = datetime.min.replace(tzinfo=UTC)
 
 
 class Cutter:
-    """Cutter of batches from the waiting experiences. Call `next` after each record, and periodically without one."""
+    """Builder of batches: it decides when enough experiences wait and which of them the next batch contains. Call
+    `next` after each record, and periodically without one.
+    """
 
     def __init__(self, settings: TrainerSettings) -> None:
         self._recorded = settings.cut == "recorded"

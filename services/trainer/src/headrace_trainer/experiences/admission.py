@@ -320,9 +320,8 @@ def staleness_reason(versions: Sequence[str], history: History, max_staleness: i
 
 
 def versions_of(experience: Experience, rules: CorrectionRules) -> Sequence[str]:
-    """Return the versions of the spans that are trained, each once, in their order.
-
-    An answer of another server is of no version here, so it is never stale, like written tokens.
+    """Return the versions that sampled the trained tokens of an experience, for its staleness. Written tokens and
+    answers of foreign servers have no version.
     """
     branch = experience.branch
     if branch is None or experience.origin != "sampled":

@@ -204,15 +204,15 @@ class ReplyReader:
         return tuple(reversed(spans))
 
     def _find_boundaries(self, prompt_end: tuple[int, ...], between: tuple[int, ...]) -> tuple[int, int, str] | None:
-        """Find the user's message between two answers.
+        """Find the user's message in the tokens between two answers of the model.
 
         Args:
             prompt_end: the last tokens before the first answer.
             between: the tokens between the two answers.
 
         Returns:
-            The number of opening tokens at the end of the prompt, the number of end tokens after the answer, and the
-                text of the message; None without such a message.
+            The number of the template's tokens that open an answer, at the end of the prompt; the number of those that
+            close it; and the text of the message. None without such a message.
         """
         lengths = range(len(prompt_end) + 1)
         opening = next((n for n in lengths if self._text(prompt_end[len(prompt_end) - n :]) == self._opening), None)

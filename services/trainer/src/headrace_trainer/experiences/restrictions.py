@@ -194,8 +194,9 @@ class SetBuilder:
         return TokenSets.join(((start, each.sets) for start, each in built), shifts)
 
     def problem(self, branch: Branch) -> str | None:
-        """Return why the token sets of a branch are unknown, as the detail of its outcome, or None if they are
-        known."""
+        """Return the reason why it cannot be computed which tokens were allowed at the restricted positions of a
+        branch; None if it can.
+        """
         try:
             self.build(branch)
         except SetsUnknown as error:

@@ -377,11 +377,7 @@ class LineageState:
         detail: str | None = None,
         records: Sequence[TrainedExperience] = (),
     ) -> None:
-        """Add the outcome of a revision (trained or dropped, with the reason) to the next report.
-
-        Args:
-            records: its trained parts, of which edits need no logprobs.
-        """
+        """Record the outcome of a revision. `records` are its trained examples, of which edits need no logprobs."""
         left_out = self.limits.left_out_turns(experience, {record.example.turn_id for record in records})
         outcome = reports.training_outcome(experience, dropped, detail, left_out, records, self.limits.rules)
         self.outcomes.append(outcome)

@@ -74,7 +74,7 @@ def select(
     full: bool,
     is_correction: Callable[[WaitingExperience], bool],
 ) -> Selection:
-    """Select the next batch.
+    """Select the experiences of the next batch among the waiting ones.
 
     Args:
         waiting: The experiences in order of arrival.
@@ -82,6 +82,10 @@ def select(
         now: The present time.
         full: Whether the queue is full, so that no further experience can arrive before some are trained.
         is_correction: Whether an experience corrects an earlier training and needs no group.
+
+    Returns:
+        The batch, empty if none is complete, with experiences to drop: runs without a group and groups of equal
+            rewards.
     """
     if not rules.group_size:
         return Selection(batch=take_ready(waiting, run_of, rules, now, full))

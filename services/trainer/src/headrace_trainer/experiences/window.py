@@ -115,7 +115,12 @@ class Entry(Model):
         )
 
     def held_revisions(self, history: History, steps: int) -> set[int]:
-        """Return the revisions whose contributions the weights contain after `steps` steps."""
+        """Return the revisions of the experience whose training is contained in the weights of a version.
+
+        Args:
+            history: tree of versions that ends at these weights.
+            steps: number of steps that the weights contain.
+        """
         newest = self.revisions[-1]
         return {
             newest if contribution.revision < 0 else contribution.revision

@@ -52,7 +52,7 @@ class Tensors(Model):
 
     @property
     def blobs(self) -> tuple[BlobRef, ...]:
-        """The blobs that are stored for these tensors besides versions."""
+        """The blobs that must be kept for this saved state, in addition to those of versions."""
         return (self.assembly.frame if self.assembly else self.weights), self.optimizer
 
 
@@ -129,7 +129,8 @@ def read_saved(data: bytes) -> Saved:
 
 
 def _waiting_beyond_bounds(error: ValidationError) -> dict[int, str]:
-    """Return the first problem of each waiting experience with a number beyond its bound, by its index.
+    """Return for each waiting experience of a saved state (by index) the first number in it that exceeds a bound of
+    this release.
 
     The result is empty if the state has any other error.
     """

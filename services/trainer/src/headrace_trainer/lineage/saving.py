@@ -253,7 +253,9 @@ def default_points_bytes(point: int) -> int:
 
 
 def sum_bytes(points: Iterable[Tensors]) -> int:
-    """Return the size in bytes of `points` besides versions. A blob that several points share counts once."""
+    """Return the bytes in the blob store that these saved states (`points`) need besides versions. A blob that several
+    of them share counts once.
+    """
     return sum({ref.sha256: ref.size for point in points for ref in point.blobs}.values())
 
 
@@ -268,7 +270,7 @@ class DiskRoom:
         """The reason why `wait` waits, or None while it does not."""
 
     async def wait(self, next_bytes: int) -> None:
-        """Wait until the disk has space for `next_bytes` bytes besides the required minimum."""
+        """Pause training until the disk has space for `next_bytes` bytes besides the required minimum."""
         while (
             reason := await asyncio.to_thread(self._blobs.space_problem, next_bytes, self._free_bytes_min)
         ) is not None:

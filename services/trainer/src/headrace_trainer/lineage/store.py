@@ -45,7 +45,9 @@ class LineageTaken(HeadraceError):
 
 @dataclass(frozen=True, slots=True)
 class OwnerSign:
-    """Sign of life of a lineage's owner. If two signs are equal, the owner has given none in between."""
+    """Heartbeat of the process that owns a lineage. If two signs are equal, the owner has written none in between and
+    may be dead.
+    """
 
     number: int
     """Number of the pointer record; 0 when the lineage has never had an owner."""
@@ -346,7 +348,7 @@ def _deletable_ref(digest: str) -> BlobRef:
 
 
 def replayed_versions(settings: TrainerSettings, blobs: BlobStore) -> dict[str, int]:
-    """Return the numbers of the versions of the lineage that is replayed.
+    """Return the number of each version of the lineage that `trainer.replays` names; empty if nothing is replayed.
 
     Raises:
         SettingError: there is no such lineage.

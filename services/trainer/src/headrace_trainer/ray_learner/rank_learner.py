@@ -307,7 +307,7 @@ def _is_of_idle_pass(value: Any) -> bool:
 
 
 def _merge(parts: Sequence[Measures]) -> Measures:
-    """Concatenate the observations rank by rank, without those of idle passes."""
+    """Concatenate the measurements of all ranks, in their order, without those of idle passes."""
     merged = Measures()
     for name in (field.name for field in fields(Measures)):
         target = getattr(merged, name)

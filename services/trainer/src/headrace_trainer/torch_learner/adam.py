@@ -184,9 +184,9 @@ class Adam:
         return denominators
 
     def _operation_lists(self, names: Iterable[str]) -> Iterator[list[str]]:
-        """Divide parameters into lists that one operation processes each.
+        """Divide the parameters into lists, each of which one fused optimizer operation updates.
 
-        On a CPU each parameter has a list of its own, because it stays in the cache then.
+        On a CPU each list has one parameter, which then stays in the cache.
         """
         batch: list[str] = []
         total = 0

@@ -219,8 +219,14 @@ class HindsightTeacher:
         return self._logprobs(rows, reference=True)
 
     def _logprobs(self, rows: Sequence[Row], *, reference: bool) -> list[Floats]:
-        """Return the logprobs of the loss tokens of each row, under the base or the present weights. Raises
-        `Abandoned`."""
+        """Compute the logprobs of the loss tokens of each row.
+
+        Args:
+            reference: whether to use the base model instead of the present weights.
+
+        Raises:
+            Abandoned: the step was stopped.
+        """
         assert self._policy is not None
         policy = self._policy
         compute = policy.reference_logprobs if reference else lambda pack: policy.logprobs(pack)[0]

@@ -92,7 +92,9 @@ class TorchCopy:
             self._write_optimizer(folder)
 
     def detach(self) -> None:
-        """Copy the state into memory, unless the copy was dropped. Calling it again has no effect."""
+        """Copy weights and optimizer into memory, so that the next step may change them. A second call or a dropped
+        copy has no effect.
+        """
         with self._lock:
             if self._detached is not None or self._dropped:
                 return

@@ -59,7 +59,9 @@ class Team(Protocol):
         work."""
 
     def own_passes(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-        """Return this member's share of the passes `packs`, as row numbers. An empty one is a pass over `IDLE`."""
+        """Return the forward passes that this process computes, each as row numbers. An empty list is a pass over the
+        dummy row `IDLE`, so that all processes take part.
+        """
 
     def sum_gradients(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Replace each gradient by the sum of all members' gradients."""

@@ -119,9 +119,11 @@ def plan_files(policy: Policy, weights: Mapping[str, Tensor]) -> WritePlan:
 
 
 def save_adapter(policy: Policy, folder: Path, base: str, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write an adapter in PEFT's layout, which vLLM loads too, with a deterministic configuration.
+    """Write the policy's LoRA adapter in PEFT's layout, which vLLM loads too. Equal adapters give equal files.
 
-    `weights` are needed where the model has only parts of them, by the model's own names.
+    Args:
+        base: name of the base version, for the configuration.
+        weights: all weights by name; needed if the model has only a shard of them.
     """
     policy.model.save_pretrained(folder, **({} if weights is None else {"state_dict": dict(weights)}))
     path = folder / "adapter_config.json"

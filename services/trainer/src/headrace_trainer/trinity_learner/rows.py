@@ -170,7 +170,9 @@ def safetensors(tensors: Mapping[str, NDArray[Any]]) -> bytes:
 
 
 def _widest_first(tensors: Mapping[str, NDArray[Any]]) -> Sequence[tuple[str, NDArray[Any]]]:
-    """Sort tensors by the size of their numbers, so that every number is aligned."""
+    """Sort arrays by item size, largest first, so that every array is aligned when they are stored one after the
+    other.
+    """
     return sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
 
 

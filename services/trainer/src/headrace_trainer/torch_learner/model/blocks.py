@@ -22,8 +22,9 @@ QUERIES = 256
 
 @dataclass(frozen=True)
 class Block:
-    """Block of a sequence's attention: the queries `start` to `stop`, and the keys `first` to `last`, both
-    exclusive."""
+    """Part of a causal attention: queries `start` to `stop`, and the keys `first` to `last` that they may attend to;
+    ends are exclusive.
+    """
 
     start: int
     stop: int

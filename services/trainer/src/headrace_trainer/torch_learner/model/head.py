@@ -41,7 +41,7 @@ Slope = Callable[[Tensor, slice], Tensor]
 
 @dataclass(frozen=True)
 class Head:
-    """Output head of a model, and how it is computed."""
+    """Output head of a model (the projection to logits), and how its logprobs are computed."""
 
     module: Any
     tail: Tail = NO_TAIL

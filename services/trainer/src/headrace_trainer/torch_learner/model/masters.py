@@ -93,7 +93,9 @@ def of(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def home(weight: Tensor) -> Tensor:
-    """Return the tensor at which the gradient of `weight` is added up: its master, or the weight itself without one."""
+    """Return the tensor in which the gradient of `weight` is accumulated: its float32 master copy, or the weight itself
+    if it has none.
+    """
     master: Tensor = getattr(weight, _MASTER, weight)
     return master
 

@@ -110,7 +110,7 @@ class Policy:
 
     @classmethod
     def _finish_loading(cls, model: Any, device: torch.device) -> None:
-        """Change the model a last time, before other objects refer to its weights."""
+        """Hook for subclasses that change the loaded model before other objects refer to its weights."""
 
     def keep_reference(self, folder: Path) -> None:
         """Keep the first version's weights in memory, for its logprobs. Adapters need no second copy."""
@@ -150,7 +150,7 @@ class Policy:
 
     @property
     def context(self) -> int:
-        """Longest sequence that the model was made for, in tokens."""
+        """Largest context length of the model in tokens, from its configuration."""
         return sequence_bound.context_of(self.model.config.get_text_config())
 
     def sequence_bound(self) -> int:
@@ -276,7 +276,9 @@ class Policy:
         self.renew()
 
     def renew(self) -> None:
-        """Update the rounded weights that the model computes with. Call it when `parameters` have changed."""
+        """Round the float32 weights again to the type that the model computes with. Call it when `parameters` have
+        changed.
+        """
         if self._rounds:
             masters.renew(self.model, self.parameters, compiled=self._compute.compile)
 
@@ -351,11 +353,7 @@ def _load(folder: Path, compute: ComputeSettings, *, frozen: bool) -> Any:
 
 
 def from_folder(folder: Path, dtype: torch.dtype, attn_implementation: str | None) -> Any:
-    """Load a causal language model from a folder with transformers.
-
-    Raises:
-        SettingError: transformers cannot load it, or weights are missing, superfluous or of another shape.
-    """
+    """Load a causal language model with transformers. Raise `SettingError`, also for missing or superfluous weights."""
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -377,11 +375,7 @@ def from_folder(folder: Path, dtype: torch.dtype, attn_implementation: str | Non
 
 
 def _check_rounded(folder: Path) -> None:
-    """Check that the base model's files are bfloat16, which `trainer.compute.weights = "bfloat16"` requires.
-
-    Raises:
-        SettingError: they have another type. Versions have the type of the base.
-    """
+    """Raise `SettingError` unless the base's files are bfloat16, as `trainer.compute.weights` requires."""
     dtype = config_of(folder).dtype
     if dtype is not torch.bfloat16:
         remedy = (
