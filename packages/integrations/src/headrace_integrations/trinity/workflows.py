@@ -269,7 +269,7 @@ class TrinityExperience:
 
 @dataclass
 class FormatArgs:
-    """Names of the columns with the query and the truth."""
+    """Names of the data set's columns: `prompt_key` for the question, `response_key` for the expected answer."""
 
     prompt_key: str = "prompt"
     response_key: str = "response"
@@ -277,7 +277,7 @@ class FormatArgs:
 
 @dataclass
 class TrinityTask:
-    """A row of a data set with the options of a workflow."""
+    """One row of a data set to be played by a workflow, with the workflow's options."""
 
     raw_task: Mapping[str, Any]
     format_args: FormatArgs = field(default_factory=FormatArgs)
@@ -312,7 +312,7 @@ class ModelWrapper:
         self._turns: list[Turn] = []
 
     def get_openai_client(self) -> Any:
-        """Return an `openai.OpenAI`."""
+        """Return a blocking `openai.OpenAI` client of the gateway, whose calls belong to this run."""
         return self._with_model_path(self._run.openai(self._role, blocking=True))
 
     def get_openai_async_client(self) -> Any:

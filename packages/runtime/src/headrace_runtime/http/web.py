@@ -320,7 +320,7 @@ class Sources:
         self._sources: dict[str, _Source] = {}
 
     def expect(self, names: Iterable[str]) -> None:
-        """Add sources, so that `GET /sources` lists them before their first outcome."""
+        """Register reward sources, so that `GET /sources` lists them before their first result."""
         for name in names:
             self._sources.setdefault(name, _Source())
 

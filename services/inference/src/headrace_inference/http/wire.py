@@ -124,7 +124,7 @@ class ChatRequest(Model):
 
     @property
     def resumed(self) -> dict[int, ResumedChoice]:
-        """Choices that another replica began, by index."""
+        """Choices whose sampling began on another replica that failed, by index; this replica continues them."""
         return {choice.index: choice for choice in self.headrace_resume.choices} if self.headrace_resume else {}
 
     @property

@@ -147,7 +147,9 @@ class Critic:
         return torch.from_numpy(advantages).to(pack.advantage_N), float(((values - returns) ** 2).sum() / count)
 
     def _discount_correction(self, pack: Pack) -> Pack:
-        """Return a correction of the reward with its advantage discounted for each token."""
+        """Return a pass of corrections with the advantages of single tokens, by discounting the change of the reward
+        from the last token backwards.
+        """
         rows = pack.row_N.cpu().numpy()
         reward_shares = np.zeros(len(rows))
         for index in range(len(pack.names)):
@@ -184,7 +186,7 @@ class TokenAdvantageEstimator(Protocol):
         """Return copies of the state on the CPU."""
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a state; an empty one resets the estimator."""
+        """Restore a state that `state` returned. An empty state resets the estimator."""
 
 
 _ATTEMPTS = 5
@@ -194,7 +196,9 @@ _PAUSE_S = 1.0
 
 class _ScorePack(Protocol):
     def __call__(self, pack: Pack) -> tuple[Tensor, Tensor]:
-        """Return the teacher's logprobs, `logprobs_N`, and whether each is usable, `usable_N`."""
+        """Return the teacher model's logprob of each loss token (`logprobs_N`), and which of them are valid
+        (`usable_N`).
+        """
 
 
 class Teacher:
@@ -278,7 +282,11 @@ class TeacherEndpoint:
         return torch.tensor(token_logprobs).to(pack.behaviour_N), usable_N
 
     def _logprobs(self, token_ids: list[int]) -> list[float]:
-        """Return the logprob of each token of the sequence; 0 for the first one. Raises `LearnerLost`."""
+        """Return the teacher model's logprob of each token of the sequence, 0 for the first one.
+
+        Raises:
+            LearnerLost: the endpoint cannot be used.
+        """
         options = {"prompt": token_ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
         answer = self._post({"model": self._settings.name, **options})
         try:

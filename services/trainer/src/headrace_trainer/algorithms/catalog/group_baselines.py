@@ -66,7 +66,9 @@ class OpmdSettings(Section):
 def opmd(
     batch: AdvantageInputs, past: Baselines, _decay: Decay, settings: AdvantageSettings
 ) -> tuple[Advantages, Baselines]:
-    """Compute advantages against the group's baseline, which includes the own run."""
+    """Compute advantages as rewards minus the baseline of the task's group of runs; the group includes the run
+    itself.
+    """
     section = settings.of("opmd")
     assert isinstance(section, BaselineSettings)
     groups_B = batch.groups()

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class DpoSettings(Section):
-    """`[trainer.loss.dpo]`."""
+    """Settings of direct preference optimization, section `[trainer.loss.dpo]`."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Weight of a nat of difference from the base; the smaller, the further training moves away from it."""
