@@ -17,12 +17,12 @@ import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, text, update
+from sqlalchemy import Connection, event, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.storage import store, tables, unit_store
 from headrace_registry.storage.leader import LeaderLease, LostLeadership
-from headrace_registry.storage.tables import LEASE, METADATA, VERSIONS
+from headrace_registry.storage.tables import LEASE, METADATA, UNITS, VERSIONS
 from headrace_registry.storage.unit_store import Membership
 from headrace_runtime.clock import Clock
 from headrace_runtime.process import liveness
@@ -339,6 +339,22 @@ async def test_the_bytes_of_a_unit_are_bounded(tx: AsyncConnection, monkeypatch:
     assert [await unit_store.add_event(tx, flooded, large, 1024) for _ in range(3)] == [True, True, False]
     assert not await unit_store.add_event(tx, flooded, small, 1024)
     assert await unit_store.add_event(tx, other, large, 1024)
+
+
+async def test_an_event_of_a_unit_reads_none_of_the_earlier_ones(tx: AsyncConnection) -> None:
+    """A unit may have a thousand events of a megabyte, and each would read the sizes of all before it."""
+    statements: list[str] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        statements.append(statement)
+
+    member = await enroll(tx, "unit")
+    event.listen(tx.sync_connection, "before_cursor_execute", note)
+    opinion = feedback()
+    for _ in range(3):
+        assert await unit_store.add_event(tx, member, opinion, 1024)
+    assert [statement.split()[0] for statement in statements] == ["UPDATE", "INSERT"] * 3
+    assert await tx.scalar(select(UNITS.c.event_bytes)) == 3 * len(opinion.to_json())
 
 
 async def test_units_are_read_up_to_a_number_of_bytes(tx: AsyncConnection, monkeypatch: pytest.MonkeyPatch) -> None:

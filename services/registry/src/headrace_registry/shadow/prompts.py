@@ -218,7 +218,7 @@ def _row(prompt: PromptRecord) -> Sequence[ColumnElement[bool]]:
 
 
 async def _unit(tx: AsyncConnection, rollout_id: str, unit: str, now_ms: int) -> None:
-    fresh = {"candidate": False, "enrolled_ms": now_ms, "looks": _NEVER, "events": 0}
+    fresh = {"candidate": False, "enrolled_ms": now_ms, "looks": _NEVER, "events": 0, "event_bytes": 0}
     await upsert(tx, UNITS, {"rollout_id": rollout_id, "unit": unit}, fresh)
 
 

@@ -6,7 +6,7 @@ rules and phase, the units of their arms, their events, and the readings of them
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, Float, Index, LargeBinary, MetaData, Table, Text, false, true
+from sqlalchemy import BigInteger, Boolean, Column, Float, Index, LargeBinary, MetaData, Table, Text, false, text, true
 
 from headrace_runtime.storage.tables import Id, StreamTables
 
@@ -194,6 +194,7 @@ UNITS = Table(
     Column("enrolled_ms", BigInteger, nullable=False),  # by the rollout's clock
     Column("looks", BigInteger, nullable=False),  # how many of the plan's readings were taken
     Column("events", BigInteger, nullable=False),  # how many are stored; -1: the unit is closed
+    Column("event_bytes", BigInteger, nullable=False, server_default=text("0")),  # of all these together
     Index("ix_rollout_units_due", "rollout_id", "looks", "enrolled_ms"),
 )
 

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Table, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Table, delete, insert, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry.rollouts.metrics import SessionRecord
@@ -76,7 +76,7 @@ async def enroll(
     Further sessions of a user belong to the unit until `window_ms` after the first one.
     """
     key = {"rollout_id": member.rollout_id, "unit": member.unit}
-    new_unit = {"candidate": candidate, "enrolled_ms": member.now_ms, "looks": 0, "events": 0}
+    new_unit = {"candidate": candidate, "enrolled_ms": member.now_ms, "looks": 0, "events": 0, "event_bytes": 0}
     session = {"rollout_id": member.rollout_id, "session_key": session_key}
     if not await upsert(tx, UNITS, key, new_unit, update=False) and member.unit != session_key:
         enrolled_unit = select(SESSIONS.c.unit).where(*_equal(SESSIONS, session))
@@ -104,22 +104,15 @@ async def add_event(tx: AsyncConnection, member: Membership, event: Event, event
     """Store an event of a unit. Return False if the unit is closed, or has `events_max` events already or so many bytes
     that it does not fit."""
     value = event.to_json()
-    if await _stored_bytes(tx, member) + len(value) > _UNIT_BYTES_MAX:
-        return False
     key = {"rollout_id": member.rollout_id, "unit": member.unit}
-    conditions = (*_equal(UNITS, key), UNITS.c.events < events_max, UNITS.c.events >= 0)
-    counted = await tx.execute(update(UNITS).where(*conditions).values(events=UNITS.c.events + 1))
-    if not counted.rowcount:
+    has_room = (UNITS.c.events < events_max, UNITS.c.event_bytes + len(value) <= _UNIT_BYTES_MAX)
+    conditions = (*_equal(UNITS, key), UNITS.c.events >= 0, *has_room)
+    counts = {"events": UNITS.c.events + 1, "event_bytes": UNITS.c.event_bytes + len(value)}
+    if not (await tx.execute(update(UNITS).where(*conditions).values(counts))).rowcount:
         return False
     row = {**key, "topic": event.topic, "value": value, "at_ms": member.now_ms}
     await tx.execute(insert(EVENTS).values(row))
     return True
-
-
-async def _stored_bytes(tx: AsyncConnection, member: Membership) -> int:
-    key = {"rollout_id": member.rollout_id, "unit": member.unit}
-    size_bytes: int | None = await tx.scalar(select(func.sum(func.length(EVENTS.c.value))).where(*_equal(EVENTS, key)))
-    return size_bytes or 0
 
 
 async def due_units(
