@@ -25,9 +25,9 @@ from headrace_schemas import DeadLetter, Event, Experience, Feedback, Reward, Tr
 from headrace_schemas.events.feedback import task_key
 from headrace_schemas.events.opinion import ComparedAnswer, Preference
 from headrace_schemas.values import ids
-from headrace_scorer import ledger, schema, store
+from headrace_scorer import ledger, schema, session_index, store
 from headrace_scorer.feedback_entries import EntryKey
-from headrace_scorer.feedback_matching import ClosedTrajectory, FeedbackPosition, PlacedFeedback
+from headrace_scorer.feedback_matching import FeedbackPosition, PlacedFeedback
 from tests.support.streams import Service, bench
 from tests.support.turns import START, ask, closed, feedback, said, user
 from tests.unit.scorer.conftest import Open, Rig, answer, half
@@ -49,6 +49,15 @@ async def keep(tx: AsyncConnection, trajectory: Trajectory, offset: int = 0) -> 
 async def hear(tx: AsyncConnection, *events: Feedback) -> None:
     for event in events:
         await store.add_feedback(tx, NOW, event.event_id, PlacedFeedback(event, 7, 3, 4), 0)
+
+
+async def positions_about(
+    tx: AsyncConnection, stored: Sequence[Trajectory]
+) -> dict[str, tuple[list[FeedbackPosition], list[FeedbackPosition]]]:
+    """Return the positions of the feedback that lists turns of each trajectory, and of that about its session."""
+    listings = await session_index.listing_positions(tx, stored)
+    general = await session_index.general_positions(tx, stored, 9, is_new=False)
+    return {name: (listing, general[name][1]) for name, listing in listings.items()}
 
 
 def turns_of(tenant: str = "default", session: str = "s", count: int = 1) -> list[Turn]:
@@ -101,17 +110,6 @@ async def test_a_failed_trajectory_is_dead_lettered_with_its_place(tx: AsyncConn
     assert await store.fail_scoring(tx, "nobody's", "no room") == []
 
 
-async def test_trajectories_are_found_by_session_and_tenant(tx: AsyncConnection) -> None:
-    mine = closed(turns_from=5)
-    await keep(tx, mine, offset=9)
-    await keep(tx, closed(session="x"))
-    await keep(tx, closed(trajectory_id="theirs", tenant="b"))
-    sessions = [(mine.session_key, "default"), ("nobody's", "default")]
-    trajectories = await store.closed_in_sessions(tx, sessions)
-    assert trajectories[sessions[0]] == [ClosedTrajectory(mine.trajectory_id, epoch_ms(mine.time), 9, 5)]
-    assert trajectories[sessions[1]] == []
-
-
 async def test_feedback_is_kept_once_and_read_by_session_tenant_and_turn(tx: AsyncConnection) -> None:
     first, second = turns_of(count=2)
     (elsewhere,) = turns_of(session="x")
@@ -130,7 +128,7 @@ async def test_feedback_is_kept_once_and_read_by_session_tenant_and_turn(tx: Asy
     ]
     for run in runs:
         await keep(tx, run)
-    about = await store.feedback_about(tx, runs)
+    about = await positions_about(tx, runs)
     records = await store.load_feedback(tx, (item.name for pair in about.values() for part in pair for item in part))
     events = {name: [[records[item.name].event for item in part] for part in pair] for name, pair in about.items()}
     assert events == {
@@ -142,7 +140,7 @@ async def test_feedback_is_kept_once_and_read_by_session_tenant_and_turn(tx: Asy
     size = len(general.to_json())
     assert about["second"][1] == [FeedbackPosition(general.event_id, 7, 3, 4, size)]
     assert records[general.event_id] == PlacedFeedback(general, 7, 3, 4, size)
-    assert await store.feedback_about(tx, runs[1:2]) == {"second": about["second"]}
+    assert await positions_about(tx, runs[1:2]) == {"second": about["second"]}
 
 
 async def test_large_stored_feedback_is_parsed_in_another_thread(
@@ -160,7 +158,7 @@ async def test_large_stored_feedback_is_parsed_in_another_thread(
         return from_stored(payload)
 
     monkeypatch.setattr(Feedback, "from_stored", watched)
-    _, general = (await store.feedback_about(tx, [run]))["run"]
+    _, general = (await positions_about(tx, [run]))["run"]
     assert len(await store.load_feedback(tx, (item.name for item in general))) == 2
     assert parsed == {False: True, True: False}, "whether feedback is large, and whether the event loop parsed it"
 
@@ -173,10 +171,10 @@ async def test_feedback_about_a_task_is_read_in_the_partition_of_the_trajectory(
         copy = feedback("any", level="task", task_id="t", partition=partition)
         named = copy.model_copy(update={"feedback_id": f"copy {partition}"})
         await store.add_feedback(tx, NOW, named.feedback_id, PlacedFeedback(named, 10 + partition), partition)
-    records = await store.feedback_about_tasks(tx, {"a": ("default", "t"), "b": ("default", "t")})
+    records = await session_index.feedback_about_tasks(tx, {"a": ("default", "t"), "b": ("default", "t")})
     assert {name: [record.offset for record in of_run] for name, of_run in records.items()} == {"a": [10], "b": [11]}
-    assert (await store.feedback_about_tasks(tx, {"a": ("other tenant", "t")})).get("a", []) == []
-    assert (await store.feedback_about_tasks(tx, {"a": ("default", "another")})).get("a", []) == []
+    assert (await session_index.feedback_about_tasks(tx, {"a": ("other tenant", "t")})).get("a", []) == []
+    assert (await session_index.feedback_about_tasks(tx, {"a": ("default", "another")})).get("a", []) == []
 
 
 async def test_trajectories_are_matched_again_once_for_each_mark(tx: AsyncConnection) -> None:

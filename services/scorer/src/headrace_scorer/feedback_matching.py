@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from pydantic import JsonValue
@@ -72,6 +72,18 @@ class ClosedTrajectory:
     """Offset of its first turn on `turns`. None if it was ingested: then it began when it was sent."""
 
 
+@dataclass(frozen=True, slots=True)
+class FeedbackRange:
+    """Offsets of feedback about a session that is about trajectories which began, or were ingested, in succession."""
+
+    is_of_turns: bool
+    """Whether the range is one of `turns_until`. Otherwise it is one of `trajectories_until`."""
+    after: int | None
+    until: int | None
+    ingested_from: int | None = None
+    """Feedback with a greater `trajectories_until` is about an ingested trajectory."""
+
+
 class ClosedRuns:
     """The closed trajectories of one session, sorted by their beginning and by their end."""
 
@@ -108,6 +120,31 @@ class ClosedRuns:
         else:
             return frozenset()
         return self._ended_together[chosen.time_ms]
+
+    def ranges(self, time_ms: int, apart: str = "") -> list[FeedbackRange]:
+        """Return the ranges of the feedback with offsets that is about the trajectories closed at `time_ms`.
+
+        Args:
+            apart: a trajectory whose own range is not joined with others.
+        """
+        ingested_from = self._sent[0] if self._sent else None
+        captured = list(zip(self._begun, self._captured, [*self._begun[1:], None], strict=False))
+        ingested = list(zip(self._sent, self._ingested, [*self._sent[1:], None], strict=False))
+        ranges: list[FeedbackRange] = []
+        is_joined = False
+        for is_of_turns, peers in ((True, captured), (False, ingested)):
+            for number, (begin, peer, end) in enumerate(peers):
+                if peer.time_ms != time_ms or begin == end:
+                    continue
+                after = None if number == 0 and (is_of_turns or not captured) else begin
+                item = FeedbackRange(is_of_turns, after, end, ingested_from if is_of_turns else None)
+                may_join = is_joined and peer.trajectory_id != apart and ranges[-1].is_of_turns == is_of_turns
+                if may_join and ranges[-1].until == after:
+                    ranges[-1] = replace(ranges[-1], until=end)
+                else:
+                    ranges.append(item)
+                is_joined = peer.trajectory_id != apart
+        return ranges
 
     def closed_after(self, time_ms: int) -> frozenset[str]:
         """Return the trajectories that were closed next after a time, else those that were closed last."""

@@ -104,7 +104,7 @@ class Scorer:
         name = trajectory.trajectory_id
         entries = await ledger.read(tx, {name: trajectory.tenant})
         score = TrajectoryScore(trajectory, row, entries[name])
-        matched = (await ledger.feedback_for(tx, [trajectory]))[name]
+        matched = (await ledger.feedback_for(tx, [trajectory], is_new=True))[name]
         events = await self._match(tx, now, score, matched.feedback_set)
         await self.scoring.add(tx, now, trajectory, matched.feedback_set, first=True)
         events += await self.scores.emit_if_ready(tx, now, [score], self.scoring.policy)

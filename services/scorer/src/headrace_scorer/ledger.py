@@ -20,7 +20,7 @@ from headrace_runtime.storage.tables import is_one_of, upsert
 from headrace_schemas import Reward, Trajectory
 from headrace_schemas.values.ids import owner_of
 from headrace_schemas.values.text import printable
-from headrace_scorer import feedback_matching, metrics, store
+from headrace_scorer import feedback_matching, metrics, session_index, store
 from headrace_scorer.feedback_entries import ANY_CHOICE, EntryKey, FeedbackEntry, entries_of, source_reward
 from headrace_scorer.feedback_matching import (
     EVENTS_MAX,
@@ -32,6 +32,7 @@ from headrace_scorer.feedback_matching import (
 )
 from headrace_scorer.reward_policy import SourceReward
 from headrace_scorer.schema import ledger
+from headrace_scorer.session_index import ClosedNeighbours
 from headrace_scorer.settings import ScorerSettings
 
 Row = Mapping[str, Any]
@@ -273,33 +274,39 @@ class MatchedFeedback:
     displaced: Sequence[str]
 
 
-async def feedback_for(tx: AsyncConnection, trajectories: Sequence[Trajectory]) -> dict[str, MatchedFeedback]:
+async def feedback_for(
+    tx: AsyncConnection, trajectories: Sequence[Trajectory], *, is_new: bool = False
+) -> dict[str, MatchedFeedback]:
     """Match stored trajectories with the feedback about them. The result has the trajectory ids as keys.
 
     Of the feedback about one trajectory, the newest counts (`feedback_matching.newest`). Only that is read whole.
+
+    Args:
+        is_new: whether the trajectories are new, so that others may lose feedback to them.
     """
-    positions = await store.feedback_about(tx, trajectories)
-    in_sessions = {store.session_of(item) for item in trajectories if positions[item.trajectory_id][1]}
-    peers = {session: ClosedRuns(runs) for session, runs in (await store.closed_in_sessions(tx, in_sessions)).items()}
+    listings = await session_index.listing_positions(tx, trajectories)
+    about_sessions = await session_index.general_positions(tx, trajectories, _PLACED_BY_TIME_MAX, is_new=is_new)
     counted: dict[str, tuple[list[FeedbackPosition], list[FeedbackPosition]]] = {}
-    for trajectory in trajectories:
-        name = trajectory.trajectory_id
-        counted[name] = _newest_about(name, peers.get(store.session_of(trajectory)), *positions[name])
+    for name, (peers, positions) in about_sessions.items():
+        counted[name] = _newest_about(name, peers, listings[name], positions)
     records = await store.load_feedback(tx, (item.name for pair in counted.values() for part in pair for item in part))
     matched: dict[str, MatchedFeedback] = {}
     tasks: dict[str, store.Task] = {}
     for trajectory in trajectories:
-        name, in_session = trajectory.trajectory_id, peers.get(store.session_of(trajectory), ClosedRuns(()))
+        name = trajectory.trajectory_id
+        peers, positions = about_sessions[name]
         listing, general = ([records[item.name] for item in part if item.name in records] for part in counted[name])
-        feedback_set = feedback_matching.feedback_for(name, in_session, listing, general)
-        by_offset = [item for item in positions[name][1] if item.turns_until is not None]
-        by_time = [record for record in general if record.turns_until is None]
-        losing = feedback_matching.trajectories_losing_feedback(name, in_session, [*by_offset, *by_time])
+        feedback_set = feedback_matching.feedback_for(name, peers, listing, general)
+        losing: Sequence[str] = ()
+        if is_new:
+            by_offset = [item for item in positions if item.turns_until is not None]
+            by_time = [record for record in general if record.turns_until is None]
+            losing = feedback_matching.trajectories_losing_feedback(name, peers, [*by_offset, *by_time])
         matched[name] = MatchedFeedback(feedback_set, losing)
         task_id = feedback_set.resolve_id("task_id", trajectory.task_id)
         if task_id is not None:
             tasks[name] = trajectory.tenant, task_id
-    about_tasks = {name: newest(part) for name, part in (await store.feedback_about_tasks(tx, tasks)).items()}
+    about_tasks = {name: newest(part) for name, part in (await session_index.feedback_about_tasks(tx, tasks)).items()}
     records = await store.load_feedback(tx, (item.name for part in about_tasks.values() for item in part))
     for name, part in about_tasks.items():
         of_task = [records[item.name] for item in part if item.name in records]
@@ -310,7 +317,7 @@ async def feedback_for(tx: AsyncConnection, trajectories: Sequence[Trajectory]) 
 
 def _newest_about(
     trajectory_id: str,
-    peers: ClosedRuns | None,
+    peers: ClosedRuns,
     listing: Sequence[FeedbackPosition],
     general: Sequence[FeedbackPosition],
 ) -> tuple[list[FeedbackPosition], list[FeedbackPosition]]:
@@ -323,9 +330,7 @@ def _newest_about(
     placed = [
         item
         for item in general
-        if item.turns_until is not None
-        and peers is not None
-        and trajectory_id in feedback_matching.target_trajectories(item, peers)
+        if item.turns_until is not None and trajectory_id in feedback_matching.target_trajectories(item, peers)
     ]
     counted = newest(listing), newest(placed), newest(by_time, _PLACED_BY_TIME_MAX)
     left_out = len(listing) + len(placed) + len(by_time) - sum(map(len, counted))
@@ -339,8 +344,7 @@ async def targets_of(tx: AsyncConnection, placed: PlacedFeedback) -> Sequence[st
     feedback = placed.event
     if feedback.msg_ids:
         return await store.trajectories_with(tx, feedback.msg_ids, feedback.tenant)
-    session = feedback.session_key, feedback.tenant
-    peers = ClosedRuns((await store.closed_in_sessions(tx, [session]))[session])
+    peers = await ClosedNeighbours(tx, (feedback.session_key, feedback.tenant)).peers_of(placed)
     return sorted(feedback_matching.target_trajectories(placed, peers))
 
 

@@ -47,10 +47,11 @@ trajectories = Table(
     Column("parts", Integer, nullable=False),
     Column("emitted", Text, nullable=False),  # JSON: the last experience of each branch
     Column("payload", LargeBinary, nullable=False),
-    Index("ix_trajectories_session", "session_key"),
+    Index("ix_trajectories_begun", "session_key", "tenant", "began", "place"),
+    Index("ix_trajectories_closed", "session_key", "tenant", "time_ms", "place"),
     Index("ix_trajectories_settle", "settle_ms", sqlite_where=_WAITS, postgresql_where=_WAITS),
     Index("ix_trajectories_arrived", "arrived_ms"),
-    Index("ix_trajectories_task", "tenant", "task_id"),
+    Index("ix_trajectories_task", "tenant", "task_id", "partition", "rematch"),
     Index("ix_trajectories_rematch", "trajectory_id", sqlite_where=REMATCH, postgresql_where=REMATCH),
 )
 
@@ -86,9 +87,12 @@ feedback = Table(
     Column("partition", Integer),  # then: which of its copies this is
     Column("arrived_ms", BigInteger, nullable=False),
     Column("payload", LargeBinary, nullable=False),
-    Index("ix_feedback_session", "session_key"),
+    Index("ix_feedback_turns", "session_key", "tenant", "lists_turns", "turns_until", "place"),
+    Index("ix_feedback_trajectories", "session_key", "tenant", "lists_turns", "trajectories_until", "place"),
     Index("ix_feedback_arrived", "arrived_ms"),
-    Index("ix_feedback_task", "tenant", "task_id", sqlite_where=_OF_TASK, postgresql_where=_OF_TASK),
+    Index(
+        "ix_feedback_task", "tenant", "task_id", "partition", "place", sqlite_where=_OF_TASK, postgresql_where=_OF_TASK
+    ),
 )
 
 listed = Table(

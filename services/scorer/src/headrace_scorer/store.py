@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
-from sqlalchemy import RowMapping, bindparam, func, insert, select, update
+from sqlalchemy import RowMapping, bindparam, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
@@ -17,11 +17,11 @@ from headrace_runtime.kafka.dead_letters import dead_letter
 from headrace_runtime.kafka.wire import Record
 from headrace_runtime.process.event_loop import run_off_loop
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.storage.tables import insert_new, is_one_of, portions, upsert
+from headrace_runtime.storage.tables import insert_new, portions, upsert
 from headrace_schemas import DeadLetter, Feedback, Trajectory
 from headrace_schemas.values.text import printable
 from headrace_scorer.feedback_entries import Answer
-from headrace_scorer.feedback_matching import ClosedTrajectory, FeedbackPosition, PlacedFeedback
+from headrace_scorer.feedback_matching import EVENTS_MAX, PlacedFeedback
 from headrace_scorer.schema import REMATCH, feedback, listed, trajectories, turn_owners, turns
 
 log = get_logger(__name__)
@@ -33,17 +33,7 @@ _TURNS_AT_ONCE = 500
 """Largest number of turns in one SQL statement."""
 _EVENTS_AT_ONCE = 500
 """Largest number of feedback events in one SQL statement."""
-_POSITION = (
-    feedback.c.event_id,
-    feedback.c.place,
-    feedback.c.turns_until,
-    feedback.c.trajectories_until,
-    func.length(feedback.c.payload),
-)
-"""The columns of a `FeedbackPosition`."""
 _STATE = [column for column in trajectories.c if column.name != "payload"]
-Session = tuple[str, str]
-"""Key and tenant of a session."""
 Task = tuple[str, str]
 """Tenant and id of a task."""
 
@@ -221,35 +211,22 @@ async def add_feedback(tx: AsyncConnection, now: datetime, name: str, placed: Pl
     if await upsert(tx, feedback, {"event_id": name}, row, update=False) and event.msg_ids:
         rows = [{"turn_id": turn, "event_id": name} for turn in dict.fromkeys(event.msg_ids)]
         await tx.execute(insert(listed), rows)
+        await _forget_old_listings(tx, event.msg_ids)
 
 
-def session_of(trajectory: Trajectory) -> Session:
-    return trajectory.session_key, trajectory.tenant
+async def _forget_old_listings(tx: AsyncConnection, turn_ids: Collection[str]) -> None:
+    """Delete the listings of turns that are too old to count, once a turn has twice as many as count.
 
-
-async def feedback_about(
-    tx: AsyncConnection, stored: Sequence[Trajectory]
-) -> dict[str, tuple[list[FeedbackPosition], list[FeedbackPosition]]]:
-    """Return, for each stored trajectory, the positions of the feedback that lists its turns, and of that about its
-    session as a whole.
-
-    Both are of its tenant. A run with several sessions has a copy of its feedback in each session. Only the copies in
-    the session of the trajectory count.
+    Of the feedback that lists turns of a trajectory, the newest `EVENTS_MAX` events count, so at most as many of each
+    turn. Otherwise each feedback about a turn would read all earlier ones.
     """
-    sessions = {trajectory.trajectory_id: session_of(trajectory) for trajectory in stored}
-    table = feedback.c
-    in_sessions = is_one_of(table.session_key, table.tenant, set(sessions.values()))
-    positions = select(table.session_key, table.tenant, *_POSITION).where(in_sessions)
-    listings = positions.add_columns(turns.c.trajectory_id).join(listed, listed.c.event_id == table.event_id)
-    listings = listings.join(turns, turns.c.turn_id == listed.c.turn_id).where(turns.c.trajectory_id.in_(sessions))
-    listing: dict[str, list[FeedbackPosition]] = {}
-    for session_key, tenant, *row, name in await tx.execute(listings.distinct()):
-        if (session_key, tenant) == sessions[name]:
-            listing.setdefault(name, []).append(FeedbackPosition(*row))
-    general: dict[Session, list[FeedbackPosition]] = {}
-    for session_key, tenant, *row in await tx.execute(positions.where(table.lists_turns.is_(False))):
-        general.setdefault((session_key, tenant), []).append(FeedbackPosition(*row))
-    return {name: (listing.get(name, []), general.get(session, [])) for name, session in sessions.items()}
+    for part in portions(sorted(set(turn_ids)), _TURNS_AT_ONCE):
+        counts = select(listed.c.turn_id).where(listed.c.turn_id.in_(part)).group_by(listed.c.turn_id)
+        for turn_id in (await tx.execute(counts.having(func.count() > 2 * EVENTS_MAX))).scalars().all():
+            ordered = select(listed.c.event_id).join(feedback, feedback.c.event_id == listed.c.event_id)
+            ordered = ordered.where(listed.c.turn_id == turn_id).order_by(feedback.c.place.desc(), feedback.c.event_id)
+            kept = ordered.limit(EVENTS_MAX)
+            await tx.execute(delete(listed).where(listed.c.turn_id == turn_id, listed.c.event_id.not_in(kept)))
 
 
 async def load_feedback(tx: AsyncConnection, names: Iterable[str]) -> dict[str, PlacedFeedback]:
@@ -270,29 +247,6 @@ async def load_feedback(tx: AsyncConnection, names: Iterable[str]) -> dict[str, 
     return records
 
 
-async def feedback_about_tasks(tx: AsyncConnection, tasks: Mapping[str, Task]) -> dict[str, list[FeedbackPosition]]:
-    """Return, for each trajectory with a task in `tasks`, the positions of the feedback about all runs of this task.
-
-    Each partition has a copy of it. The copies in the partition of the trajectory are returned, because their offsets
-    have one order.
-    """
-    table = feedback.c
-    query = select(table.tenant, table.task_id, table.partition, *_POSITION)
-    rows: list[Any] = []
-    for name in {tenant for tenant, _ in tasks.values()}:  # SQLite searches the index by one tenant and several tasks
-        ids = {task_id for tenant, task_id in tasks.values() if tenant == name}
-        of_tenant = query.where(table.tenant == name, table.task_id.in_(ids), table.task_id.is_not(None))
-        rows += (await tx.execute(of_tenant)).all()
-    if not rows:
-        return {}
-    column = trajectories.c.trajectory_id
-    partitions = dict((await tx.execute(select(column, trajectories.c.partition).where(column.in_(tasks)))).all())
-    positions: dict[tuple[str, str, int | None], list[FeedbackPosition]] = {}
-    for tenant, task_id, partition, *row in rows:
-        positions.setdefault((tenant, task_id, partition), []).append(FeedbackPosition(*row))
-    return {name: positions.get((*task, partitions[name]), []) for name, task in tasks.items()}
-
-
 async def mark_for_rematch(tx: AsyncConnection, tenant: str, task_id: str, partition: int) -> None:
     """Mark the trajectories of a task, which may be many, because there is new feedback about the task."""
     table = trajectories.c
@@ -307,22 +261,6 @@ async def take_for_rematch(tx: AsyncConnection, most: int) -> Sequence[str]:
     if names:
         await tx.execute(update(trajectories).where(trajectories.c.trajectory_id.in_(names)).values(rematch=False))
     return names
-
-
-async def closed_in_sessions(
-    tx: AsyncConnection, sessions: Collection[Session]
-) -> dict[Session, list[ClosedTrajectory]]:
-    """Return the stored trajectories of each session."""
-    closed: dict[Session, list[ClosedTrajectory]] = {session: [] for session in sessions}
-    if not closed:
-        return closed
-    table = trajectories.c
-    query = select(table.session_key, table.tenant, table.trajectory_id, table.time_ms, table.place, table.began).where(
-        is_one_of(table.session_key, table.tenant, closed.keys())
-    )
-    for session_key, tenant, *row in await tx.execute(query):
-        closed[session_key, tenant].append(ClosedTrajectory(*row))
-    return closed
 
 
 async def trajectories_with(tx: AsyncConnection, turn_ids: Collection[str], tenant: str) -> Sequence[str]:
