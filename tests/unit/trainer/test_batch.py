@@ -24,6 +24,7 @@ from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cut
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.settings import MemorySettings
+from tests.support.operations import count_operations
 from tests.support.seeds import draw_seed
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_history import chain, name, publish
@@ -247,3 +248,54 @@ def test_recorded_sizes_of_returns_the_numbers_in_the_headers(
 ) -> None:
     headers = (("other", b"9"), *((BATCH_HEADER, value) for value in values))
     assert recorded_sizes_of(Record("copy", 0, 0, None, b"", headers=headers)) == recorded_sizes
+
+
+def test_a_record_does_not_look_at_all_that_wait_before_a_batch_can_be_complete(make: Make) -> None:
+    cutter = Cutter(make(batch_experiences=1000, batch_wait_s=5000.0))
+    costs = []
+    for size in (10, 500):
+        state = waiting(*[1.0] * size)
+        cutter.next(state, START)
+        costs.append(count_operations(lambda state=state: cutter.next(state, START + timedelta(seconds=600))))  # type: ignore[misc]
+    assert costs[0] == costs[1]
+
+
+def test_what_an_experience_lacks_is_computed_once_while_nothing_changes(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With edits, each computation tokenizes them: 1,000 waiting ones would be tokenized at each record."""
+    limits = replace(LIMITS, signals=Signals(rewards=False, preferences=True, paired=True))
+    cutter = Cutter(make(algorithm="dpo", batch_experiences=2, pair_wait_s=5000.0))
+    state = LineageState(chain(0), limits, MemorySettings())
+    computed: list[str] = []
+    examples = type(limits).examples
+
+    def counted(limits: Any, event: Any) -> Any:
+        computed.append(event.experience_id)
+        return examples(limits, event)
+
+    monkeypatch.setattr(type(limits), "examples", counted)
+    for number in range(30):
+        event = with_signals(number, name(0), preferences=(side(f"p{number}", "chosen", turn(number)),))
+        state.admit(event, (0, number), START)
+        cutter.next(state, START)
+    assert len(state.waiting) == 30
+    assert len(computed) <= 30 * 5
+    del computed[:]
+    state.history = publish(state.history, 1, 1)
+    cutter.next(state, START)
+    assert set(computed) == {f"e{number}" for number in range(30)}
+
+
+def test_the_bytes_of_what_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are bounded, but an edit has up to a megabyte of text."""
+    size_bytes = len(experience(0, name(0)).to_json())
+    monkeypatch.setattr("headrace_trainer.experiences.queue.QUEUE_BYTES_MAX", 3 * size_bytes)
+    state = waiting(1.0, 2.0)
+    assert state.room > 0
+    state.admit(experience(2, name(0)), (0, 2), START)
+    state.admit(experience(3, name(0)), (0, 3), START)
+    assert state.room == 0
+    for item in state.waiting[:2]:
+        state.drop(item, "stale")
+    assert state.room > 0

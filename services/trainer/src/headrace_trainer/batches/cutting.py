@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
+from headrace_runtime.clock import from_epoch_ms
 from headrace_runtime.kafka.wire import Record
 from headrace_schemas.programs import BATCH_HEADER, LEFT_OUT_HEADER
 from headrace_trainer.algorithms.baselines import Decay
@@ -113,11 +114,28 @@ class Cutter:
         return Selection(ready[:recorded_size])
 
     def _select_by_rules(self, state: LineageState, rules: BatchRules, now: datetime, full: bool) -> Selection:
+        if not full and self._is_early(state, rules, now):
+            return Selection()
         if not self._paired:
             return select(state.waiting, rules, now, full, state.is_correction)
         parties = form_parties(state.waiting, self._pair_wait, now, state.open_answers, state.has_corrections)
         batch = take_ready(parties.ready, lambda item: parties.party[item.experience_id], rules, now, full)
         return Selection(batch, unpaired=parties.unpaired)
+
+    def _is_early(self, state: LineageState, rules: BatchRules, now: datetime) -> bool:
+        """Return whether too few experiences wait for a batch, and none has waited long enough for anything else.
+
+        So most records do not cause a look at all waiting experiences.
+        """
+        if len(state.queue) >= rules.experiences or (rules.group_size and not rules.equal_groups):
+            return False
+        waits = [rules.wait]
+        if self._paired:
+            waits.append(self._pair_wait)
+        elif rules.group_size:
+            waits.append(rules.group_wait)
+        earliest_ms = state.queue.earliest_ms
+        return earliest_ms is None or now - from_epoch_ms(earliest_ms) < min(waits)
 
 
 def decay(settings: TrainerSettings) -> Decay:

@@ -29,10 +29,11 @@ from headrace_trainer.experiences.admission import (
 )
 from headrace_trainer.experiences.examples import Example, PendingUpdate
 from headrace_trainer.experiences.history import History
+from headrace_trainer.experiences.queue import KnownUpdates, WaitingQueue
 from headrace_trainer.experiences.reports import Offsets, SaveReport, TrainedExperience, Unreported
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import AGE_MAX, Contribution, Entry, Window
-from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, UNDONE, WAITING, WAITING_TOKENS
+from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, UNDONE
 from headrace_trainer.settings import MemorySettings
 
 _DETAIL_LENGTH_MAX = 200
@@ -63,8 +64,8 @@ class LineageState:
         self.history = history
         self.baselines = baselines or Baselines()
         self.window = window or Window()
-        self._waiting = {item.experience.experience_id: item for item in waiting}
-        self._tokens = sum(item.tokens for item in waiting)
+        self.queue = WaitingQueue(memory, waiting)
+        self._updates: dict[str, KnownUpdates] = {}
         self.offsets = offsets or {}
         self.promoted = promoted or (history.head,)
         """The champion and the previous champion; at first the version that the lineage started from."""
@@ -81,19 +82,16 @@ class LineageState:
         """Ranges of the topic that were read after the last of these batches."""
         self.left_out = list(left_out)
         """Experiences that no step can train, since the last batch."""
-        self._gauge()
 
     @property
     def waiting(self) -> Sequence[WaitingExperience]:
         """Experiences that were read but not trained yet, in order of arrival."""
-        return tuple(self._waiting.values())
+        return self.queue.items
 
     @property
     def room(self) -> int:
         """Number of experiences that the queue may still admit."""
-        if self._tokens >= self._memory.queue_tokens:
-            return 0
-        return max(0, self._memory.queue_experiences - len(self._waiting))
+        return self.queue.room
 
     @property
     def current(self) -> str | None:
@@ -128,11 +126,11 @@ class LineageState:
         self.window.record_arrival(
             name, experience.revision, versions, position if experience.branch is not None else None, now
         )
-        replaced = self._waiting.get(name) if decision.replaces else None
+        replaced = self.queue.get(name) if decision.replaces else None
         if replaced is not None:
             self._record(replaced.experience, "superseded")
         if decision.action == "queue":
-            self._put(
+            self.queue.put(
                 WaitingExperience(experience=experience, since_ms=replaced.since_ms if replaced else epoch_ms(now))
             )
             return decision
@@ -151,8 +149,15 @@ class LineageState:
 
     def pending_updates(self, item: WaitingExperience) -> tuple[PendingUpdate, ...]:
         """Return the updates that the weights still lack for a waiting experience."""
-        entry = self.window.get(item.experience.experience_id)
-        return pending_updates_of(self.bounded(item.experience), entry, self.history, self.steps, self.limits)
+        name = item.experience.experience_id
+        experience, entry = self.bounded(item.experience), self.window.get(name)
+        known = self._updates.get(name)
+        if known is not None and known.fits(experience, entry, self.history, self.steps):
+            return known.updates
+        updates = pending_updates_of(experience, entry, self.history, self.steps, self.limits)
+        if name in self.queue:
+            self._updates[name] = KnownUpdates(experience, entry, self.history, self.steps, updates)
+        return updates
 
     def bounded(self, experience: Experience) -> Experience:
         """Return the experience with its stray rewards winsorised, as it is trained.
@@ -195,7 +200,7 @@ class LineageState:
         return lost
 
     def _restore(self, name: str, revision: int) -> None:
-        item = self._waiting.get(name)
+        item = self.queue.get(name)
         if item is not None and item.experience.revision == revision:
             self._remove(name)
         self.restored.append(Restored(experience_id=name, revision=revision))
@@ -205,7 +210,7 @@ class LineageState:
         positions: dict[tuple[int, int], str] = {}
         for name in names:
             entry = self.window.get(name)
-            if entry is None or name in self._waiting or len(positions) >= self.room:
+            if entry is None or name in self.queue or len(positions) >= self.room:
                 continue
             staleness = self.history.staleness(entry.versions)
             if staleness is not None and staleness <= self.limits.max_staleness and entry.partition >= 0:
@@ -228,7 +233,7 @@ class LineageState:
                 attempts = len({past.step for past in entry.contributions if past.revision == experience.revision})
                 # Queued once only: a version that was trained on the same experiences may be refused for the same
                 # reason.
-                if reason is None and name not in self._waiting and attempts <= 1:
+                if reason is None and name not in self.queue and attempts <= 1:
                     again = experience.revision
             if again is not None and experience is not None:
                 self.put_again(experience, now)
@@ -239,11 +244,11 @@ class LineageState:
         self.history = self.history.with_exclusion(version, ends=ends)
 
     def is_waiting(self, name: str) -> bool:
-        return name in self._waiting
+        return name in self.queue
 
     def put_again(self, experience: Experience, now: datetime) -> None:
         """Queue an experience that was read again from the bus."""
-        self._put(WaitingExperience(experience=experience, since_ms=epoch_ms(now)))
+        self.queue.put(WaitingExperience(experience=experience, since_ms=epoch_ms(now)))
 
     def note_undone(self, name: str, revisions: Sequence[int], again: int | None = None) -> None:
         """Record that the outcomes of these revisions are undone. Revision `again`, if any, is queued."""
@@ -366,7 +371,7 @@ class LineageState:
             # Written tokens are always fresh, so only count and age bound their entries.
             distances = [history.staleness(entry.versions) for history in histories if entry.trained and entry.versions]
             fresh = any(distance is not None and distance <= self.limits.max_staleness for distance in distances)
-            return fresh or name in self._waiting
+            return fresh or name in self.queue
 
         self.window.evict(now, self._memory.window_experiences, AGE_MAX, needed)
 
@@ -383,18 +388,6 @@ class LineageState:
         self.outcomes.append(outcome)
         (TRAINED if dropped is None else DROPPED.labels(outcome.reason_name)).inc()
 
-    def _put(self, item: WaitingExperience) -> None:
-        """Add a waiting experience, or replace it in its position of the queue."""
-        old = self._waiting.get(item.experience.experience_id)
-        self._waiting[item.experience.experience_id] = item
-        self._tokens += item.tokens - (old.tokens if old else 0)
-        self._gauge()
-
     def _remove(self, name: str) -> None:
-        old = self._waiting.pop(name, None)
-        self._tokens -= old.tokens if old else 0
-        self._gauge()
-
-    def _gauge(self) -> None:
-        WAITING.set(len(self._waiting))
-        WAITING_TOKENS.set(self._tokens)
+        self.queue.remove(name)
+        self._updates.pop(name, None)
