@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks._run_processes import Summary
-from tests.support.gateway_process import GatewayProcess
+from tests.support.service_process import GatewayProcess
 
 CONCURRENT = 16
 P99_RATIO_MAX = 0.6

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from headrace_cli.terminal import ProgressDisplay
-from tests.support import postgres_node, reaper
+from tests.support import processes, servers
 
 
 class Reported(Protocol):
@@ -71,7 +71,7 @@ def play(
         result_type: builds a result from the contents of a result file.
         alone: use a new process for each job; otherwise a few processes run all jobs.
     """
-    reaper.start()
+    processes.start_reaper()
     parts.mkdir(parents=True, exist_ok=True)
     todo = [job for job in jobs if not job.result_file(parts).exists()]
     yield from (
@@ -99,7 +99,7 @@ _STATUS = Path("/proc/self/status")
 def chosen_databases(choice: str, report: dict[str, Any]) -> list[str]:
     """Return the databases of the option `--database`. The report notes why PostgreSQL is left out where it is."""
     names = ["sqlite", "postgres"] if choice == "both" else [choice]
-    if "postgres" in names and (reason := postgres_node.missing()):
+    if "postgres" in names and (reason := servers.missing_postgres()):
         print(f"NOT RUN on postgres: {reason}")
         report["postgres_not_run"] = reason
         names.remove("postgres")

@@ -31,7 +31,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Checkpoint
 from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
-from tests.support.gateway_process import GatewayProcess, wait_healthy
+from tests.support.service_process import GatewayProcess, wait_healthy
 
 MODEL = "clerk"
 SWAPS = 100

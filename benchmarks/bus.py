@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks import _rates
 from headrace_cli.terminal import ProgressDisplay
 from headrace_runtime.storage.blobs import BlobStore
-from tests.support.buses import BrokerProcess, KafkaNode, missing_kafka
+from tests.support.servers import BrokerProcess, KafkaNode, missing_kafka
 
 P95_MS_MAX = 500.0
 RATE_SHARE_MIN = 0.9

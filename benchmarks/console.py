@@ -44,8 +44,8 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database, migrate
 from headrace_schemas import Event, Experience, Message, Reward, Usage
 from headrace_schemas.values.ids import response_id, session_key
-from tests.support import account_events as events
-from tests.support import postgres_node
+from tests.support import servers
+from tests.support import turns as events
 from tests.unit.console.support import Stand
 
 TURNS_PER_S_MIN = 1_000.0
@@ -297,7 +297,7 @@ async def pages(common: Common, sessions: int) -> dict[str, dict[str, float]]:
 def measure_database(name: str, sessions: int, arriving: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         root = Path(folder)
-        node = postgres_node.PostgresNode(root) if name == "postgres" else None
+        node = servers.PostgresNode(root) if name == "postgres" else None
         if node is not None:
             node.start()
         try:

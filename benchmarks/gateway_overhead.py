@@ -34,11 +34,11 @@ from benchmarks._run_processes import Summary
 from headrace_cli.terminal import ProgressDisplay
 from headrace_schemas import Replica
 from tests.support import presence
-from tests.support.buses import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica
 from tests.support.gateway import routing
-from tests.support.gateway_process import GatewayProcess, bus_view, wait_healthy
 from tests.support.processes import free_port
+from tests.support.servers import BrokerProcess
+from tests.support.service_process import GatewayProcess, bus_view, wait_healthy
 
 ADDED_MS_MAX = 10.0
 IMPORT_S_MAX = 0.3

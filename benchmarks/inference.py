@@ -40,7 +40,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Routing, ServedVersion
 from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
-from tests.support.buses import BrokerProcess
+from tests.support.servers import BrokerProcess
 from tests.support.service_process import ReplicaProcess
 
 PROMPT_TOKENS = 64

@@ -36,7 +36,7 @@ from headrace_runtime.kafka import topics
 from headrace_runtime.settings.sections import BusSettings
 from headrace_schemas import Branch, Dialogue, Experience, Feedback, Message, Span, Trajectory
 from headrace_schemas.values.ids import session_key
-from tests.support.buses import BrokerProcess
+from tests.support.servers import BrokerProcess
 
 RATE_MIN = 2_000
 TOKENS, TURNS, SAMPLED = 320, 3, 24

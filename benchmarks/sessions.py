@@ -41,12 +41,11 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience, Trajectory, Turn
 from headrace_schemas.events.envelope import is_blob_reference
 from headrace_schemas.values.blobs import BlobRef
-from tests.support.buses import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica
 from tests.support.gateway import routing
-from tests.support.gateway_process import BusView, GatewayProcess, bus_view, read_topic, wait_healthy
 from tests.support.processes import free_port, wait_open
-from tests.support.service_process import ServiceProcess
+from tests.support.servers import BrokerProcess
+from tests.support.service_process import BusView, GatewayProcess, ServiceProcess, bus_view, read_topic, wait_healthy
 
 RATIO_MAX = 2.0
 DECODINGS_MAX = 8.0

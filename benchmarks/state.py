@@ -41,7 +41,7 @@ from headrace_scorer.scores import ScoreStore
 from headrace_scorer.scoring import Scoring
 from headrace_scorer.settings import ScorerSettings
 from headrace_scorer.store import TrajectoryCache
-from tests.support import postgres_node
+from tests.support import servers
 from tests.support.remembered import Ages, fill_collector, fill_scorer
 from tests.support.streams import Service, bench
 from tests.support.turns import START, ask, closed, user
@@ -178,7 +178,7 @@ def measure_database(name: str, turns: int, old: int, waiting: int) -> dict[str,
     """Measure both services on one database; with `turns` 0 only the backlog."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as folder:
         root = Path(folder)
-        node = postgres_node.PostgresNode(root) if name == "postgres" else None
+        node = servers.PostgresNode(root) if name == "postgres" else None
         if node is not None:
             node.start()
         try:

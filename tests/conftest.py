@@ -17,11 +17,11 @@ import pytest
 import typer.main
 import typer.testing
 
-from tests.support import heartbeat, postgres_node, presence, reaper
-from tests.support.buses import BrokerProcess, KafkaNode
+from tests.support import presence, processes, servers
 from tests.support.seeds import FIXED
+from tests.support.servers import BrokerProcess, KafkaNode
 
-reaper.start()
+processes.start_reaper()
 hypothesis.settings.register_profile(
     "headrace",
     derandomize=FIXED,
@@ -74,11 +74,11 @@ def bus(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[postgres_node.PostgresNode]:
+def postgres() -> Iterator[servers.PostgresNode]:
     presence.need("postgres")
     # Not under pytest's folder: each start of another pytest closes that to the user that the server runs as.
-    with tempfile.TemporaryDirectory(prefix=reaper.folder_prefix("postgres")) as folder:
-        node = postgres_node.PostgresNode(Path(folder), durable=False)
+    with tempfile.TemporaryDirectory(prefix=processes.folder_prefix("postgres")) as folder:
+        node = servers.PostgresNode(Path(folder), durable=False)
         node.start()
         yield node
         node.stop()
@@ -89,7 +89,7 @@ def database_url(request: pytest.FixtureRequest) -> str:
     """`database.url` as a setting, once for each database that we support."""
     if request.param == "sqlite":
         return "sqlite"
-    node: postgres_node.PostgresNode = request.getfixturevalue("postgres")
+    node: servers.PostgresNode = request.getfixturevalue("postgres")
     return node.empty_url()
 
 
@@ -101,7 +101,7 @@ def data_dir(tmp_path: Path) -> Path:
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """After the terminal reporter is there."""
-    heartbeat.begin(config)
+    presence.start_heartbeat(config)
 
 
 @pytest.hookimpl(tryfirst=True)

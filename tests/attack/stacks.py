@@ -30,11 +30,17 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event, Routing
 from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
-from tests.support.buses import BrokerProcess
 from tests.support.fake_llm import FakeLLM
-from tests.support.gateway_process import GatewayProcess, bus_view, wait_healthy
 from tests.support.processes import free_port, wait_until
-from tests.support.service_process import HeadraceUp, ReplicaProcess, ServiceProcess
+from tests.support.servers import BrokerProcess
+from tests.support.service_process import (
+    GatewayProcess,
+    HeadraceUp,
+    ReplicaProcess,
+    ServiceProcess,
+    bus_view,
+    wait_healthy,
+)
 
 E = TypeVar("E", bound=Event)
 Place = tuple[str, int, int]

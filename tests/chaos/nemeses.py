@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from tests.chaos.balancer import Balancer
-from tests.support import postgres_node, wrong_clock
+from tests.support import servers
+from tests.support.machine import clock_environ, missing_compiler, step_clock
 from tests.support.processes import alive
 
 if TYPE_CHECKING:
@@ -293,18 +294,18 @@ class Clock(Nemesis):
 
     @classmethod
     def missing(cls, bus: str) -> str | None:
-        return wrong_clock.missing()
+        return missing_compiler()
 
     @classmethod
     def victims(cls, bus: str) -> Sequence[str]:
         return MACHINES
 
     def prepare(self, machine: str) -> Mapping[str, str]:
-        return wrong_clock.environ(self.stack.folder, self._file(machine))
+        return clock_environ(self.stack.folder, self._file(machine))
 
     async def strike(self, victim: str, balancer: Balancer, choose: random.Random) -> str:
         by_s = choose.uniform(-SKEW_S, SKEW_S)
-        wrong_clock.step(self._file(victim), by_s)
+        step_clock(self._file(victim), by_s)
         return f"has a clock that is {by_s:+.1f} s off"
 
     def _file(self, machine: str) -> Path:
@@ -358,7 +359,7 @@ class KillPostgres(Nemesis):
 
     @classmethod
     def missing(cls, bus: str) -> str | None:
-        return postgres_node.missing() if bus == "kafka" else "on the embedded bus the databases are SQLite files"
+        return servers.missing_postgres() if bus == "kafka" else "on the embedded bus the databases are SQLite files"
 
     @classmethod
     def victims(cls, bus: str) -> Sequence[str]:

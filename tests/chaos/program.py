@@ -30,7 +30,7 @@ from tests.chaos.ledgers import DOUBLE, FAILED, LOST, SHOWN, VALUES, Facts, Find
 from tests.chaos.nemeses import BUS, NEMESES, DiskFull, Nemesis, Strike, plan, small_disk
 from tests.chaos.stack import LINEAGE, MODEL, Stack
 from tests.support import tiny_model
-from tests.support.buses import missing_kafka
+from tests.support.servers import missing_kafka
 from tests.system.program import Line, Program, Run, at_most
 
 WARM_UP_S = 3.0

@@ -24,10 +24,9 @@ from headrace_trainer.lineage.store import LineageStore
 from tests.chaos.balancer import Proxy, answers
 from tests.chaos.ledgers import TrainerLedger
 from tests.chaos.nemeses import MACHINES, PAIRS, STREAM, services_on
-from tests.support.buses import KafkaNode
 from tests.support.fake_llm import FakeLLM, verdict
-from tests.support.postgres_node import PostgresNode
 from tests.support.processes import alive, free_port
+from tests.support.servers import KafkaNode, PostgresNode
 
 MODEL = "chaos"
 LINEAGE = "main"

@@ -16,7 +16,7 @@ import httpx2
 
 from tests.console.stack import BATCHES, MODEL, ConsoleStack, console_stack
 from tests.support.fake_llm import FakeLLM, status
-from tests.support.full_disk import SmallDisk
+from tests.support.machine import SmallDisk
 from tests.support.processes import wait_until
 from tests.system.program import Line
 

@@ -26,8 +26,8 @@ from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
 from tests.console.stack import BATCHES, ConsoleStack, console_stack
-from tests.support.buses import BrokerProcess
 from tests.support.processes import wait_until
+from tests.support.servers import BrokerProcess
 from tests.system.program import Line, at_least, equals, no_problems
 from tests.unit.console.test_counts import random_history
 

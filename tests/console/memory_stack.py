@@ -23,7 +23,7 @@ from headrace_schemas.events.chat import TextPart
 from headrace_schemas.values.ids import is_name, response_id, session_key
 from tests.console.hostile_texts import TEXTS
 from tests.support import presence
-from tests.support.account_events import START, letter, trajectory, turn
+from tests.support.turns import START, letter, trajectory, turn
 from tests.system.program import Line, at_most, caught, equals, no_problems
 from tests.unit.console.support import Bus, Stand, make_queue, session_of
 

@@ -33,7 +33,7 @@ def play(run: Run) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     base = tiny_model.build(run.folder / "base", seed=run.seed % 1000)
     for name in run.options.only:
-        if name not in _WITHOUT_BROWSER and (reason := presence.missing()):
+        if name not in _WITHOUT_BROWSER and (reason := presence.missing_browser()):
             run.skip(f"{name}, in a browser", reason)
             continue
         run.add_all(PARTS[name](run.folder / name, base))

@@ -12,8 +12,7 @@ import pytest
 from headrace import Client
 from headrace_schemas import Turn
 from tests.docs.fences import ROOT, Fence, executed
-from tests.docs.stack import BATCH, MODEL, Stack, running
-from tests.docs.trail import FOLLOWED, Missing, Trail, follow, read
+from tests.docs.stack import BATCH, FOLLOWED, MODEL, Missing, Stack, Trail, follow, read, running
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -13,9 +13,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 
 from tests.e2e import circle
 from tests.support import fake_llm, presence
-from tests.support.buses import KafkaNode
 from tests.support.fake_llm import FakeLLM
-from tests.support.postgres_node import PostgresNode
+from tests.support.servers import KafkaNode, PostgresNode
 
 EMBEDDED, SERVERS = "embedded broker + SQLite", "Apache Kafka + PostgreSQL"
 

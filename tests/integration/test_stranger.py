@@ -22,7 +22,7 @@ from headrace_runtime.settings.sections import complete
 from headrace_schemas import Checkpoint, Experience
 from headrace_schemas.http.stack_access import key_for
 from headrace_trainer.settings import TrainerSettings
-from tests.support import plugins, tiny_model
+from tests.support import packages, tiny_model
 from tests.support.hindsight_world import OPENING, conversation, encoder, user_message
 from tests.support.processes import wait_until
 from tests.support.service_process import HEADRACE, HeadraceUp
@@ -155,7 +155,7 @@ def test_planted_an_algorithm_whose_compute_is_not_called_is_refused_by_name(
     tmp_path: Path, environ: dict[str, str]
 ) -> None:
     announced = {"headrace.advantages": {"deaf": "deaf:deaf"}, "headrace.algorithms": {"deaf": "deaf:DEAF"}}
-    plugins.install(tmp_path / "site", "deaf", announced, deaf=DEAF)
+    packages.install(tmp_path / "site", "deaf", announced, deaf=DEAF)
     config = tmp_path / "headrace.toml"
     path = os.pathsep.join([str(tmp_path / "site"), environ["PYTHONPATH"]])
     base = tiny_model.build(tmp_path / "base", layers=1)

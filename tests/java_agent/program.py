@@ -16,7 +16,7 @@ import httpx
 from headrace.stack import Stack, attach
 from tests.support import presence, tiny_model
 from tests.support.fake_llm import FakeLLM, say
-from tests.support.java_agent import JavaAgent, Runs, compiled, trained_runs
+from tests.support.packages import JavaAgent, Runs, compiled, trained_runs
 from tests.support.processes import free_port
 from tests.system.program import Line, Program, Run, equals
 

@@ -15,9 +15,9 @@ from tests.mutants import library
 from tests.mutants.library import Planted, planted
 from tests.mutants.program import Waiting
 from tests.mutants.trial import ROOT, CoveringTests, Mutant, split, try_mutant
-from tests.support import postgres_node, presence, processes
-from tests.support.buses import KafkaNode
+from tests.support import presence, processes
 from tests.support.processes import alive, naming, wait_until
+from tests.support.servers import KafkaNode, missing_postgres
 
 INNER = """
 import os, subprocess, sys, threading, time, pathlib, pytest
@@ -48,7 +48,7 @@ TESTS = ("tests/unit/gateway/test_access.py",)
     ids=["killed", "forgotten"],
 )
 def test_nothing_remains(tmp_path: Path, then: str, status: int) -> None:
-    fixtures = ["embedded_bus", *([] if postgres_node.missing() else ["postgres"])]
+    fixtures = ["embedded_bus", *([] if missing_postgres() else ["postgres"])]
     started_file = tmp_path / "told"
     folder = "str(postgres.folder)" if "postgres" in fixtures else "''"
     inner_test = INNER.format(fixtures=", ".join(fixtures), told=str(started_file), folder=folder, then=then)

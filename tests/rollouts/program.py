@@ -19,7 +19,7 @@ from tests.rollouts.mortal import FAULTS
 from tests.rollouts.rig import WAIT_S, running
 from tests.rollouts.story import Cell, Played, Story
 from tests.support import tiny_model
-from tests.support.postgres_node import PostgresNode, missing
+from tests.support.servers import PostgresNode, missing_postgres
 from tests.system.program import Line, Program, Run, caught, no_problems
 
 VICTIMS = ("registry", "registries", "replica", "gateway", "trainer")
@@ -114,7 +114,7 @@ def play(run: Run) -> None:
             base = tiny_model.build(run.folder / "base", layers=1)
         for number, group in enumerate(selected):
             progress.update(number + 1, doing=group.fault or group.database)
-            if group.database == "postgres" and (reason := missing()):
+            if group.database == "postgres" and (reason := missing_postgres()):
                 run.skip(f"{len(group.cells)} cells on {group.database}", reason)
                 continue
             group_folder = run.folder / str(number)

@@ -8,18 +8,23 @@ other, and `post` sends them byte for byte.
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import http.client
 import itertools
 import json
+import os
 import random
 import socket
+import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, urlsplit
+
+import httpx2
 
 import headrace_schemas
 from headrace_schemas.values import ids
@@ -297,3 +302,35 @@ def post(url: str, session: NamedSession, path: str, body: dict[str, Any], key: 
         reply = http.client.HTTPResponse(raw)
         reply.begin()
         return reply.status, json.loads(reply.read())
+
+
+SESSIONS = 64
+_AT_ONCE = 4
+
+
+def feedback_body(tenant: str, sessions: int = SESSIONS) -> dict[str, object]:
+    """Return the feedback_body of feedback about one answer in each of `sessions` sessions."""
+    listed = [ids.response_id(ids.session_key(tenant, ids.uuid7().hex)) for _ in range(sessions)]
+    return {"msg_ids": listed, "value": 1}
+
+
+async def _send(client: httpx2.AsyncClient) -> None:
+    while True:
+        answer = await client.post("/v1/feedback", json=feedback_body("hostile"))
+        await asyncio.sleep(0.02 if answer.status_code == 429 else 0)
+
+
+async def send_feedback() -> None:
+    os.nice(10)  # an attacker has a machine of its own: what it computes here is not taken from the gateway
+    url, key = sys.argv[1:3]
+    headers = {"authorization": f"Bearer {key}"}
+    async with (
+        httpx2.AsyncClient(base_url=url, headers=headers, timeout=30, trust_env=False) as client,
+        asyncio.TaskGroup() as group,
+    ):
+        for _ in range(_AT_ONCE):
+            group.create_task(_send(client))
+
+
+if __name__ == "__main__":
+    asyncio.run(send_feedback())

@@ -1,6 +1,7 @@
-"""External servers and programs that tests need, and the skip or failure of tests without them.
+"""Parts of a pytest run: the external servers and programs that tests need, and the display of its progress.
 
-`drive` runs a program with Debian's Chromium in the environment `.venv-browser`.
+`drive` runs a program with the Chromium of Debian in the environment `.venv-browser`. Progress is printed because
+pytest itself prints a line only when it is full of dots, which takes an hour with tests of several minutes.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import downloads, java_agent, postgres_node
-from tests.support.buses import missing_kafka
+from headrace_cli.terminal import ProgressDisplay
+from tests.support import packages, servers
+from tests.support.servers import missing_kafka
 
 REQUIRED = frozenset(filter(None, os.environ.get("REQUIRED_SERVERS", "").split(",")))
 """Names whose absence is a failure: continuous integration sets all of them."""
@@ -37,12 +39,12 @@ def _program(name: str) -> Callable[[], str | None]:
 
 CHECKS: dict[str, Callable[[], str | None]] = {
     "kafka": missing_kafka,
-    "postgres": postgres_node.missing,
+    "postgres": servers.missing_postgres,
     "kcat": _program("kcat"),
     "node": _program("node"),
     "jq": _program("jq"),
-    "kafkajs": downloads.missing_node_client,
-    "agentscope-java": java_agent.missing,
+    "kafkajs": packages.missing_node_client,
+    "agentscope-java": packages.missing_java_agent,
     "clients": lambda: None if CLIENTS.exists() else "there is no .venv-clients; make install GROUP=clients",
     "vllm": lambda: None if find_spec("vllm") else "the package is not installed here; make check NAME=vllm has it",
     "helm": lambda: None if (HELM / "installed").exists() else "there is no .venv-helm; make install GROUP=helm",
@@ -52,7 +54,7 @@ absent: dict[str, str] = {}
 
 
 def need(name: str) -> None:
-    """Skip the test if `name` is missing, or fail it if `name` is required."""
+    """Skip the test if `name` is missing_browser, or fail it if `name` is required."""
     reason = CHECKS[name]()
     if reason is None:
         used.add(name)
@@ -67,7 +69,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON, CHROMIUM = ROOT / ".venv-browser/bin/python", Path("/usr/bin/chromium")
 
 
-def missing() -> str | None:
+def missing_browser() -> str | None:
     """Return why no browser can be controlled here, or None."""
     if not CHROMIUM.exists():
         return "there is no chromium; apt-get install --no-install-recommends chromium"
@@ -88,3 +90,50 @@ def drive(program: Path, task: object, timeout_s: float = 600.0) -> dict[str, An
     )
     answer: dict[str, Any] = json.loads(process.stdout)
     return answer
+
+
+def start_heartbeat(config: pytest.Config) -> None:
+    """Start the plugin in the process that coordinates xdist workers (`--numprocesses`, as in `make`).
+
+    Lines of a process that runs tests itself would become output of the running test.
+    """
+    reporter = config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None and not reporter.isatty and config.getoption("numprocesses", None):
+        config.pluginmanager.register(Heartbeat(reporter), "heartbeat")
+
+
+class Heartbeat:
+    """Recorder of the starts and ends of the workers' tests."""
+
+    def __init__(self, reporter: pytest.TerminalReporter) -> None:
+        self._running: dict[str, None] = {}
+        self._progress = ProgressDisplay("tests", unit="tests", log=lambda line: _write(reporter, line))
+
+    def pytest_sessionstart(self) -> None:
+        self._progress.__enter__()
+
+    def pytest_sessionfinish(self) -> None:
+        self._progress.__exit__()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[Any]) -> None:
+        """Store the number of tests, which each worker collects completely."""
+        self._progress.update(total=len(ids))
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._running[nodeid] = None
+        self._tell()
+
+    def pytest_runtest_logfinish(self, nodeid: str) -> None:
+        self._running.pop(nodeid, None)
+        self._progress.advance()
+        self._tell()
+
+    def _tell(self) -> None:
+        self._progress.update(doing="running " + ", ".join(name.rpartition("::")[2] for name in self._running))
+
+
+def _write(reporter: pytest.TerminalReporter, line: str) -> None:
+    reporter.ensure_newline()
+    reporter.write_line(line)
+    reporter.flush()

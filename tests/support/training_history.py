@@ -32,7 +32,7 @@ from headrace_schemas import (
 )
 from headrace_schemas.values.blobs import BlobRef
 from headrace_schemas.values.ids import session_key
-from tests.support.account_events import START, branch, trajectory
+from tests.support.turns import START, branch_of_turns, trajectory
 
 Name = tuple[str, int]
 BLOB = BlobRef(uri="memory://m", sha256="0" * 64, size=1)
@@ -90,7 +90,7 @@ class History:
                 experience = Experience(
                     time=START, experience_id=Experience.id_of(event.trajectory_id, index), revision=revision,
                     trajectory_id=event.trajectory_id, session_key=key, session_id=event.session_id, model="m",
-                    branch_index=index, branch=branch(*event.branches[index].turn_ids),
+                    branch_index=index, branch=branch_of_turns(*event.branches[index].turn_ids),
                     turn_ids=event.branches[index].turn_ids, reward=reward,
                     no_reward="no_reward" if reward is None else None,
                     parts=() if reward is None else (RewardPart(source="feedback", value=reward, weight=1.0),),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tests.support import reaper
+from tests.support import processes
 
 if TYPE_CHECKING:
     from headrace_cli.terminal import ProgressDisplay
@@ -182,7 +182,7 @@ def run_program(name: str, arguments: Sequence[str]) -> int:
     if reason := program.missing():
         print(f"{name} cannot run here: {reason}", file=sys.stderr)
         return 2
-    reaper.start()
+    processes.start_reaper()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))  # through `finally` blocks
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     print(f"{name}: SEED={seed}", flush=True)

@@ -30,8 +30,8 @@ from headrace_trainer.trinity_learner.configuration import TrinityJob, as_yaml, 
 from headrace_trainer.trinity_learner.rows import Buffer, rows_of
 from tests.attack.stacks import MODEL, Serving, serving
 from tests.support import tiny_model
-from tests.support.gateway_process import BusView, bus_view
 from tests.support.processes import wait_until
+from tests.support.service_process import BusView, bus_view
 from tests.system.program import Line, Program, Run, at_most, equals
 from tests.trinity.vowels import share_of_vowels
 from tests.unit.trainer.world import experience

@@ -30,9 +30,8 @@ from headrace_operations.turn_account import TurnAccount
 from headrace_schemas import Checkpoint, DeadLetter, Event, Feedback, TrainingMetrics
 from tests.e2e import circle
 from tests.e2e.circle import MODEL
-from tests.support import postgres_node
 from tests.support.fake_llm import FakeLLM, verdict
-from tests.support.postgres_node import PostgresNode
+from tests.support.servers import PostgresNode, missing_postgres
 from tests.support.service_process import HEADRACE, HeadraceUp, as_setting
 from tests.system.program import ROOT, Line, Program, Run, at_least, equals
 
@@ -283,7 +282,7 @@ def _play(run: Run) -> None:
         base = circle.base_model()
         with FakeLLM(verdict(outcome=4, grounding=4, conduct=5, clarity=5)) as judge, contextlib.ExitStack() as servers:
             for name in run.options.only:
-                if name == "postgres" and (reason := postgres_node.missing()):
+                if name == "postgres" and (reason := missing_postgres()):
                     run.skip(name, reason)
                     continue
                 folder = run.folder / name

@@ -17,9 +17,9 @@ import httpx2
 from aiokafka import ConsumerRecord
 
 from headrace_runtime.settings.sections import BusSettings
-from tests.support.buses import BrokerProcess
-from tests.support.gateway_process import GatewayProcess, read_topic
-from tests.support.hostile_feedback import SESSIONS, body
+from tests.support.hostile_json import SESSIONS, feedback_body
+from tests.support.servers import BrokerProcess
+from tests.support.service_process import GatewayProcess, read_topic
 from tests.system.program import Line, at_most
 
 TITLE = "one request becomes many events"
@@ -89,7 +89,7 @@ def _count(metrics: str, where: str) -> float:
 
 async def _largest(bus: str, hostile: httpx2.AsyncClient, rng: random.Random) -> Line:
     """Send the feedback that once became 1.9 GB on the bus: 4,000 response ids, each in all of 4,000 sessions."""
-    sent = json.dumps(body("hostile", 4000)).encode()
+    sent = json.dumps(feedback_body("hostile", 4000)).encode()
     before = await _bytes_on(bus)
     answer = await hostile.post("/v1/feedback", content=sent, headers=_JSON)
     grown = (await _bytes_on(bus) - before) / len(sent)
@@ -103,7 +103,7 @@ async def _grown(bus: str, hostile: httpx2.AsyncClient, context_characters: int)
     for _ in range(_REQUESTS):
         while True:
             payload = json.dumps(
-                body("hostile", sessions) | {"context": {"expected": "x" * context_characters}}
+                feedback_body("hostile", sessions) | {"context": {"expected": "x" * context_characters}}
             ).encode()
             answer = await hostile.post("/v1/feedback", content=payload, headers=_JSON)
             if answer.status_code == 413:
@@ -149,7 +149,7 @@ async def _harm(url: str, victim: httpx2.AsyncClient) -> Line:
 
 @contextlib.contextmanager
 def _hostile(url: str) -> Iterator[None]:
-    process = subprocess.Popen([sys.executable, "-m", "tests.support.hostile_feedback", url, "hostile"])
+    process = subprocess.Popen([sys.executable, "-m", "tests.support.hostile_json", url, "hostile"])
     try:
         yield
     finally:
@@ -175,10 +175,10 @@ def _p99(waits: list[float]) -> float:
 
 async def _without_a_bus(spool: Path, hostile: httpx2.AsyncClient, victim: httpx2.AsyncClient) -> list[Line]:
     """Send feedback with the hostile key until it is refused, and check that the other tenant is still served."""
-    await hostile.post("/v1/feedback", json=body("hostile"))
+    await hostile.post("/v1/feedback", json=feedback_body("hostile"))
     before, sent, message = _files(spool), 0, ""
     for _ in range(_FILL_MAX):
-        payload = json.dumps(body("hostile")).encode()
+        payload = json.dumps(feedback_body("hostile")).encode()
         answer = await hostile.post("/v1/feedback", content=payload, headers=_JSON)
         if answer.status_code == 429:
             await asyncio.sleep(0.2)

@@ -31,7 +31,7 @@ from tests.attack.route_inputs import HttpInput, KnownTurns, http_input, record_
 from tests.attack.stacks import MODEL, beside, hostile_stack
 from tests.support import fake_llm
 from tests.support.fake_llm import FakeLLM
-from tests.support.postgres_node import PostgresNode, missing
+from tests.support.servers import PostgresNode, missing_postgres
 from tests.support.service_process import HeadraceUp
 from tests.system.program import Line, at_least, at_most, none_of
 
@@ -81,7 +81,7 @@ class Observations:
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
     lines = await _lines_on("SQLite", folder / "sqlite", {}, rng)
-    reason = missing()
+    reason = missing_postgres()
     if reason is not None:
         return [*lines.values(), Line("PostgreSQL", reason, "it is there", False)]
     postgres = PostgresNode(folder / "postgres", durable=False)

@@ -19,10 +19,10 @@ from headrace_operations.supervisor.overrides import toml
 from headrace_schemas import Feedback, SessionEnd, Turn
 from headrace_schemas.values import ids
 from tests.support import hostile_json
-from tests.support.buses import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica
 from tests.support.gateway import routing
-from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy
+from tests.support.servers import BrokerProcess
+from tests.support.service_process import BusView, GatewayProcess, bus_view, wait_healthy
 from tests.system.program import Line, none_of
 
 TITLE = "names that look alike stay different sessions, each with its own feedback"

@@ -16,8 +16,8 @@ from typing import NamedTuple
 from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 from aiokafka.admin import NewTopic
 
-from tests.contract.bus.clients import administering
-from tests.support.buses import BrokerProcess
+from tests.support.servers import BrokerProcess
+from tests.support.wire_client import administering
 from tests.system.program import Line, none_of
 
 TITLE = "a flipped byte in the broker's files costs one record at most"

@@ -15,10 +15,10 @@ from pydantic import SecretStr
 from headrace_runtime.http.guard import signed
 from headrace_runtime.settings.sections import SecuritySettings
 from headrace_schemas import Replica
-from tests.support.buses import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica
 from tests.support.gateway import routing
-from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy
+from tests.support.servers import BrokerProcess
+from tests.support.service_process import BusView, GatewayProcess, bus_view, wait_healthy
 from tests.system.program import Line, none_of
 
 TITLE = "forged replicas on the bus: no key leaves, no request goes astray"

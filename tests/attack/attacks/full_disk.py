@@ -23,9 +23,9 @@ from headrace_operations.supervisor import Limits, Supervisor
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_schemas import Trajectory, Turn
 from tests.support.fake_replica import FakeReplica
-from tests.support.full_disk import SmallDisk
 from tests.support.gateway import routing
-from tests.support.gateway_process import BusView, bus_view
+from tests.support.machine import SmallDisk
+from tests.support.service_process import BusView, bus_view
 from tests.system.program import Line, none_of
 
 TITLE = "a disk that is full while agents work"

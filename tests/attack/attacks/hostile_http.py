@@ -13,10 +13,10 @@ from pathlib import Path
 import httpx2
 
 from headrace_runtime.http.protocol import BODY_TIMEOUT_S, HEADER_TIMEOUT_S
-from tests.support.buses import BrokerProcess
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import routing
-from tests.support.gateway_process import GatewayProcess, bus_view, wait_healthy
+from tests.support.servers import BrokerProcess
+from tests.support.service_process import GatewayProcess, bus_view, wait_healthy
 from tests.system.program import Line, at_most, none_of
 
 TITLE = "slow, silent and ambiguous HTTP"

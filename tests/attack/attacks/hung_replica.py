@@ -19,11 +19,11 @@ import httpx2
 
 from headrace_runtime.errors import Unavailable
 from headrace_schemas import Turn
-from tests.support.buses import BrokerProcess
 from tests.support.fake_replica import VERSION, FakeReplica, Generation, text_of
 from tests.support.gateway import routing
-from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy
 from tests.support.processes import free_port, wait_open
+from tests.support.servers import BrokerProcess
+from tests.support.service_process import BusView, GatewayProcess, bus_view, wait_healthy
 from tests.system.program import Line, at_most, none_of
 
 TITLE = "a replica that is stopped, not dead, and a bus that is"

@@ -10,10 +10,9 @@ from pathlib import Path
 import httpx2
 
 from headrace_schemas import Reward, Trajectory, Turn
-from tests.support import wrong_clock
-from tests.support.buses import BrokerProcess
-from tests.support.gateway_process import BusView, GatewayProcess, bus_view
-from tests.support.service_process import ServiceProcess
+from tests.support import machine
+from tests.support.servers import BrokerProcess
+from tests.support.service_process import BusView, GatewayProcess, ServiceProcess, bus_view
 from tests.support.turns import ask, user
 from tests.system.program import Line, none_of
 
@@ -28,10 +27,10 @@ Words = dict[str, list[tuple[str, float]]]
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
-    if reason := wrong_clock.missing():
+    if reason := machine.missing_compiler():
         raise RuntimeError(reason)
     clocks = [folder / f"{name}.clock" for name in _PLACES]
-    environs = [wrong_clock.environ(folder, clock) for clock in clocks]
+    environs = [machine.clock_environ(folder, clock) for clock in clocks]
     for clock in clocks:
         _step(clock, rng)
     broker = BrokerProcess(folder / "bus")
@@ -54,7 +53,7 @@ async def attack(folder: Path, rng: random.Random) -> list[Line]:
 
 
 def _step(clock: Path, rng: random.Random) -> None:
-    wrong_clock.step(clock, rng.uniform(-_SKEW_MAX_S, _SKEW_MAX_S))
+    machine.step_clock(clock, rng.uniform(-_SKEW_MAX_S, _SKEW_MAX_S))
 
 
 async def _talk(urls: list[str], view: BusView, clocks: list[Path], rng: random.Random) -> Words:

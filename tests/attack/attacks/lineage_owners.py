@@ -31,8 +31,8 @@ from headrace_trainer.lineage.store import LineageStore, LineageTaken
 from headrace_trainer.settings import TrainerSettings
 from tests.simulation import learner
 from tests.support import tiny_model
-from tests.support.buses import BrokerProcess
 from tests.support.processes import wait_until
+from tests.support.servers import BrokerProcess
 from tests.support.service_process import ServiceProcess
 from tests.system.program import Line, at_most, none_of
 from tests.unit.trainer.world import experience

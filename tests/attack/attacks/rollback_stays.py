@@ -12,7 +12,7 @@ import httpx2
 
 from headrace_schemas import Routing
 from tests.integration.registry.rig import RegistryRig
-from tests.support.buses import BrokerProcess
+from tests.support.servers import BrokerProcess
 from tests.system.program import Line, none_of
 
 TITLE = "descendants of a withdrawn version never serve"

@@ -15,8 +15,8 @@ import httpx
 
 from headrace_operations.supervisor import Supervisor
 from headrace_schemas import Trajectory
-from tests.support.gateway_process import bus_view
 from tests.support.processes import wait_until
+from tests.support.service_process import bus_view
 from tests.support.turns import closed
 from tests.system.program import Line, none_of
 

@@ -26,7 +26,7 @@ _PROGRAM, _SEEN = ROOT / "tests/attack/browser.py", ROOT / "tests/attack/seen_re
 
 
 async def attack(folder: Path, rng: random.Random) -> list[Line]:
-    if reason := presence.missing():
+    if reason := presence.missing_browser():
         return [Line("a page in a real browser", f"not played: {reason}", "played where there is a browser", True)]
     base = await asyncio.to_thread(tiny_model.build, folder / "base", seed=rng.randrange(2**31))
     notes = folder / "notes"

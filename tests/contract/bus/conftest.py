@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from aiokafka.admin import AIOKafkaAdminClient
 
-from tests.contract.bus import clients
-from tests.contract.bus.clients import administering
+from tests.support import wire_client
+from tests.support.wire_client import administering
 
 CreateTopic = Callable[..., Awaitable[str]]
 
@@ -36,7 +36,7 @@ def create(admin: AIOKafkaAdminClient) -> CreateTopic:
     async def make(partitions: int = 1, **config: object) -> str:
         name = f"contract-{uuid.uuid4().hex[:12]}"
         settings = {key.replace("_", "."): str(value) for key, value in config.items()}
-        await clients.create(admin, name, partitions, settings)
+        await wire_client.create(admin, name, partitions, settings)
         return name
 
     return make

@@ -17,8 +17,8 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
     ResourceType,
 )
 
-from tests.contract.bus.clients import START_MS, eventually, everything
 from tests.contract.bus.conftest import CreateTopic
+from tests.support.wire_client import START_MS, eventually, everything
 
 TIMEOUT_S = 60.0
 

@@ -21,9 +21,9 @@ import pytest
 from aiokafka import TopicPartition
 from aiokafka.admin import AIOKafkaAdminClient
 
-from tests.contract.bus.clients import consuming, eventually, producing
 from tests.contract.bus.conftest import CreateTopic
-from tests.support.buses import KAFKA_JARS, missing_kafka
+from tests.support.servers import KAFKA_JARS, missing_kafka
+from tests.support.wire_client import consuming, eventually, producing
 
 
 async def _kcat(*arguments: str, stdin: bytes = b"") -> str:

@@ -24,8 +24,8 @@ from aiokafka.errors import (
 )
 from aiokafka.structs import OffsetAndMetadata
 
-from tests.contract.bus.clients import START_MS, consuming, eventually, everything, producing, take
 from tests.contract.bus.conftest import CreateTopic
+from tests.support.wire_client import START_MS, consuming, eventually, everything, producing, take
 
 
 async def test_records_come_back_in_order_with_key_headers_and_time(bus: str, topic: str) -> None:

@@ -17,10 +17,10 @@ import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError, ProducerFenced
 
-from tests.contract.bus.clients import administering, consuming, create, eventually, everything, producing, take
 from tests.contract.bus.conftest import CreateTopic
-from tests.support.buses import KAFKA_JARS, BrokerProcess, KafkaNode, missing_kafka
 from tests.support.seeds import draw_seed
+from tests.support.servers import KAFKA_JARS, BrokerProcess, KafkaNode, missing_kafka
+from tests.support.wire_client import administering, consuming, create, eventually, everything, producing, take
 
 PROGRAM = Path(__file__).with_name("WordCount.java")
 WORDS = [f"word-{number}" for number in range(40)]

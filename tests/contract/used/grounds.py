@@ -26,11 +26,11 @@ from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import Record
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
-from tests.contract.bus import clients
 from tests.simulation import faust_app
 from tests.simulation.bus import Bus
 from tests.simulation.loop import Trace, VirtualLoop, enter, leave
 from tests.simulation.process import Mishaps, Process, TaskGroup, alive, end_others, task_factory
+from tests.support import wire_client
 
 if TYPE_CHECKING:
     from tests.simulation.database import Server
@@ -136,8 +136,8 @@ class RealGround:
 
     async def create(self, partitions: int) -> str:
         name = f"used-{uuid.uuid4().hex[:12]}"
-        async with clients.administering(self.bus.address) as admin:
-            await clients.create(admin, name, partitions)
+        async with wire_client.administering(self.bus.address) as admin:
+            await wire_client.create(admin, name, partitions)
         return name
 
     def spawn(self, main: Callable[[], Coroutine[Any, Any, None]]) -> asyncio.Task[None]:

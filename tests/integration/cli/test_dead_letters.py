@@ -24,10 +24,10 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import DeadLetter, Trajectory
 from headrace_schemas.events.dead_letter import RETRY_HEADER
 from headrace_schemas.events.envelope import SEQUENCE_HEADER
-from tests.contract.bus.clients import eventually
-from tests.integration.streams.rig import StreamsRig
+from tests.integration.streams.conftest import StreamsRig
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import ask, end, feedback, user
+from tests.support.wire_client import eventually
 
 
 async def headrace(*arguments: str, status: int = 0) -> str:

@@ -22,11 +22,11 @@ from headrace.errors import UsageError
 from headrace_operations.mirror import MirrorResult, mirror
 from headrace_operations.mirror.logs import PADDING
 from headrace_operations.mirror.side import MirrorConflict
-from tests.contract.bus import clients
-from tests.contract.bus.clients import administering, consuming, eventually, producing
 from tests.integration.conftest import on_each_bus, wipe
-from tests.support.buses import BrokerProcess
+from tests.support import wire_client
 from tests.support.seeds import draw_seed
+from tests.support.servers import BrokerProcess
+from tests.support.wire_client import administering, consuming, eventually, producing
 
 NOW_MS = int(time.time() * 1000)
 DAY_MS = 86_400_000
@@ -67,7 +67,7 @@ async def target(request: pytest.FixtureRequest) -> AsyncIterator[str]:
 
 async def create(bus: str, name: str, partitions: int, config: dict[str, str]) -> None:
     async with administering(bus) as admin:
-        await clients.create(admin, name, partitions, config)
+        await wire_client.create(admin, name, partitions, config)
 
 
 async def fill(bus: str, topic: str, count: int, *, partitions: int = 4, at_ms: int = NOW_MS, name: str = "r") -> None:

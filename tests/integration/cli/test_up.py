@@ -22,13 +22,13 @@ from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience, Trajectory, Turn
-from tests.contract.bus.clients import eventually
 from tests.integration.conftest import wipe
-from tests.integration.streams.rig import StreamsRig, assert_equal_facts, rig_on
-from tests.support.postgres_node import PostgresNode
+from tests.integration.streams.conftest import StreamsRig, assert_equal_facts, rig_on
 from tests.support.processes import alive, wait_until
+from tests.support.servers import PostgresNode
 from tests.support.service_process import ServiceProcess
 from tests.support.turns import after, ask, end, feedback, user
+from tests.support.wire_client import eventually
 
 HEADRACE = str(Path(sys.executable).with_name("headrace"))
 SERVICES = ("broker", "gateway", "registry")

@@ -42,22 +42,20 @@ from headrace_schemas.events.chat import Message
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX
 from headrace_schemas.values.ids import session_key, uuid7
-from tests.contract.bus.clients import eventually
 from tests.docs.fences import fences
 from tests.integration.conftest import on_each_bus
-from tests.integration.streams.rig import StreamsRig, rig_on
-from tests.support import downloads, presence
-from tests.support.account_events import READY, report, turn, verdict
-from tests.support.gateway_process import read_topic
-from tests.support.service_process import ServiceProcess
-from tests.support.turns import ask, feedback, user
+from tests.integration.streams.conftest import StreamsRig, rig_on
+from tests.support import packages, presence
+from tests.support.service_process import ServiceProcess, read_topic
+from tests.support.turns import READY, ask, feedback, report, turn, user, verdict
+from tests.support.wire_client import eventually
 
 ROOT = Path(__file__).resolve().parents[3]
 PRODUCERS = ROOT / "examples" / "producers"
 CONSUMERS = ROOT / "examples" / "reward_consumers"
 COMMANDS = {
     "python": [sys.executable, str(PRODUCERS / "python" / "produce.py")],
-    "node": ["node", str(downloads.NODE_FOLDER / "node" / "produce.mjs")],
+    "node": ["node", str(packages.NODE_FOLDER / "node" / "produce.mjs")],
     "shell": [str(PRODUCERS / "shell" / "produce.sh")],
 }
 NEEDS = {"python": (), "node": ("kafkajs",), "shell": ("kcat", "jq")}

@@ -15,7 +15,7 @@ import pytest
 from headrace_schemas import Feedback, SessionEnd
 from headrace_schemas.values import ids
 from tests.clients.replica import AgentReplica, trajectories_of
-from tests.integration.gateway.conftest import Circle
+from tests.integration.conftest import Circle
 from tests.support.fake_replica import LENGTH, Fault
 from tests.support.gateway import Gateway, gateway
 from tests.support.seeds import draw_seed

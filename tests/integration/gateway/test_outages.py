@@ -18,12 +18,12 @@ import pytest
 
 from headrace_runtime.kafka import topics
 from headrace_schemas import Turn
-from tests.integration.gateway.conftest import Circle, circle
-from tests.support.buses import BrokerProcess
-from tests.support.downloads import ROOT
+from tests.integration.conftest import Circle, circle
 from tests.support.fake_replica import LENGTH, FakeReplica
-from tests.support.gateway_process import wait_healthy
+from tests.support.packages import ROOT
 from tests.support.processes import free_port, wait_open
+from tests.support.servers import BrokerProcess
+from tests.support.service_process import wait_healthy
 
 AGENTS = 4
 

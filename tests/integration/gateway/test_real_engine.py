@@ -24,10 +24,9 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Replica, Routing, Turn
 from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
-from tests.support.buses import BrokerProcess
-from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy
 from tests.support.processes import wait_until
-from tests.support.service_process import ReplicaProcess
+from tests.support.servers import BrokerProcess
+from tests.support.service_process import BusView, GatewayProcess, ReplicaProcess, bus_view, wait_healthy
 
 LENGTH = 120
 CUT_AFTER_BYTES = 8_000

@@ -24,8 +24,8 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import DeadLetter, Replica, Routing, ServedVersion
 from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
-from tests.support.buses import BrokerProcess
 from tests.support.processes import wait_until
+from tests.support.servers import BrokerProcess
 from tests.support.service_process import ReplicaProcess
 
 WAIT_S = 20.0

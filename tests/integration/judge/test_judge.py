@@ -33,8 +33,8 @@ from headrace_schemas import Reward, Trajectory
 from headrace_schemas.values.base import utcnow
 from tests.support import fake_llm
 from tests.support.fake_llm import Call, FakeLLM, Reply
-from tests.support.judge_rig import Rig, judge, replica, settings, trajectory
 from tests.support.processes import wait_until
+from tests.support.streams import Rig, judge, replica, settings, trajectory
 from tests.support.turns import START
 from tests.unit.judge.conftest import _eager, llm
 

@@ -20,12 +20,12 @@ from headrace_schemas.rules.assignment import assign_unit
 from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
 from tests.attack.stacks import beside
-from tests.integration.gateway.conftest import circle
+from tests.integration.conftest import circle
 from tests.integration.registry.rig import RegistryRig
-from tests.support.buses import BrokerProcess
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import routing
-from tests.support.gateway_process import GatewayProcess, wait_healthy
+from tests.support.servers import BrokerProcess
+from tests.support.service_process import GatewayProcess, wait_healthy
 
 MODEL = "street"
 ROLLOUT = {

@@ -19,9 +19,9 @@ import pytest
 from headrace_runtime.kafka.wire import Outgoing
 from headrace_schemas import Checkpoint
 from tests.integration.registry.rig import RegistryRig
-from tests.support import postgres_node, tiny_model
-from tests.support.buses import BrokerProcess
+from tests.support import servers, tiny_model
 from tests.support.processes import is_open
+from tests.support.servers import BrokerProcess
 
 MODEL = "opponent"
 KILLS = 4
@@ -180,7 +180,7 @@ async def test_a_published_version_is_decided_at_once_and_not_at_the_next_poll(o
 
 @pytest.mark.postgres
 async def test_a_standby_takes_over_from_a_killed_leader(
-    own_bus: str, tmp_path: Path, postgres: postgres_node.PostgresNode
+    own_bus: str, tmp_path: Path, postgres: servers.PostgresNode
 ) -> None:
     rig = RegistryRig(own_bus, tmp_path, postgres.empty_url())
     model = "standby"

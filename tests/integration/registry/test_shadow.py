@@ -22,8 +22,7 @@ from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
 from tests.integration.registry.rig import RegistryRig
 from tests.support.fake_replica import Called, FakeReplica, Fault, Generation
-from tests.support.gateway_process import BusView, GatewayProcess, bus_view, wait_healthy
-from tests.support.service_process import ServiceProcess
+from tests.support.service_process import BusView, GatewayProcess, ServiceProcess, bus_view, wait_healthy
 
 MODEL = "shady"
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {}}} for name in ("search", "pay")]

@@ -21,9 +21,9 @@ from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event
-from tests.contract.bus.clients import administering
-from tests.integration.trainer.conftest import TrainerProcess
+from tests.integration.conftest import TrainerProcess
 from tests.support import tiny_model
+from tests.support.wire_client import administering
 
 LIVE = ("headrace-collector", "headrace-scorer", "headrace-judge")
 WAIT_S = 120.0

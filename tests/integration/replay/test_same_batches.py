@@ -26,8 +26,8 @@ from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.lineage.saved import Saved
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import TrainerSettings
+from tests.integration.conftest import TrainerProcess
 from tests.integration.replay.conftest import LIVE, ReplayRig
-from tests.integration.trainer.conftest import TrainerProcess
 from tests.support.fake_llm import FakeLLM, verdict
 from tests.support.seeds import draw_seed
 from tests.support.turns import ask, closed, user

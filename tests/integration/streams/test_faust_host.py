@@ -28,7 +28,7 @@ from headrace_runtime.stream.stream_service import FaustHost
 from headrace_schemas import Event, Feedback
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.ids import session_key
-from tests.contract.bus.clients import eventually
+from tests.support.wire_client import eventually
 
 metadata = MetaData()
 tables = StreamTables(metadata)

@@ -24,11 +24,10 @@ from benchmarks.sessions import Conversation, Stack, end_session, running, wait_
 from headrace_runtime.kafka.wire import Outgoing
 from headrace_schemas import Checkpoint, DeadLetter, Event, Experience, TrainingMetrics, Trajectory, Turn
 from headrace_schemas.events.checkpoint import TrainingOutcome
-from tests.integration.streams.rig import StreamsRig, account, episode, play, rig_on
+from tests.integration.streams.conftest import StreamsRig, account, episode, play, rig_on
 from tests.support import tiny_model
-from tests.support.buses import BrokerProcess
-from tests.support.gateway_process import wait_healthy
-from tests.support.service_process import ServiceProcess
+from tests.support.servers import BrokerProcess
+from tests.support.service_process import ServiceProcess, wait_healthy
 
 POISON = b'{"poison": '
 E = TypeVar("E", bound=Event)

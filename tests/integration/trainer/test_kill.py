@@ -28,9 +28,9 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Checkpoint, DeadLetter, Event, Experience, TrainingMetrics
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.source import BusReplaced, KafkaSource
-from tests.contract.bus.clients import administering
-from tests.integration.trainer.conftest import TrainerProcess
+from tests.integration.conftest import TrainerProcess
 from tests.support.seeds import draw_seed
+from tests.support.wire_client import administering
 from tests.unit.trainer.world import experience
 
 COUNT = 160

@@ -29,9 +29,8 @@ from headrace_schemas import LoadedVersion, Replica, Routing, ServedVersion, Tur
 from headrace_schemas.values.base import utcnow
 from tests.contract.engine.ground import Stored, recomputed
 from tests.support import presence, tiny_model
-from tests.support.buses import BrokerProcess
-from tests.support.gateway_process import GatewayProcess, bus_view, wait_healthy
-from tests.support.service_process import ReplicaProcess
+from tests.support.servers import BrokerProcess
+from tests.support.service_process import GatewayProcess, ReplicaProcess, bus_view, wait_healthy
 
 pytestmark = pytest.mark.timeout(3600)
 START_S, STEP_S = 1500, 600

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tests.simulation.promises import serving, training, turns
+from tests.simulation.promises import serving, training
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
@@ -33,8 +33,8 @@ class Check:
 PROMISES: Mapping[str, Callable[[Cluster, Check], None]] = {
     function.__name__: function
     for function in (
-        turns.p1_captured,
-        turns.p2_tokens,
+        serving.p1_captured,
+        serving.p2_tokens,
         serving.p3_versions,
         training.p4_once,
         training.p5_staleness,
@@ -44,10 +44,10 @@ PROMISES: Mapping[str, Callable[[Cluster, Check], None]] = {
         training.p9_replay,
         training.p10_late,
         serving.p11_loud,
-        turns.account,
-        turns.order,
-        turns.whole_runs,
-        turns.equal_facts,
+        serving.account,
+        serving.order,
+        serving.whole_runs,
+        serving.equal_facts,
     )
 }
 """Checkers by name."""

@@ -24,7 +24,7 @@ from headrace_broker.protocol.groups import (
 )
 from headrace_broker.topic_config import TopicConfig, parse
 from headrace_runtime.storage.disk import DiskGuard
-from tests.support.full_disk import MeasuredDisk
+from tests.support.machine import MeasuredDisk
 from tests.support.wire_client import batch
 from tests.unit.broker.conftest import Harness, Run
 

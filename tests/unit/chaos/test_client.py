@@ -23,7 +23,7 @@ from aiohttp import web
 from tests.chaos.balancer import Balancer
 from tests.chaos.client import Client, ClientLedger, digest
 from tests.chaos.nemeses import BUS, NEMESES, PAIRS, plan, services_on, victims_on
-from tests.support import wrong_clock
+from tests.support import machine
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 WANDERS, KEEPS = "roams", "keeps"
@@ -210,15 +210,15 @@ for line in sys.stdin:
 """
 
 
-@pytest.mark.skipif(wrong_clock.missing() is not None, reason="needs a C compiler")
+@pytest.mark.skipif(machine.missing_compiler() is not None, reason="needs a C compiler")
 def test_steps_in_both_directions(tmp_path: Path) -> None:
     file = tmp_path / "clock"
-    environ = wrong_clock.environ(tmp_path, file)
+    environ = machine.clock_environ(tmp_path, file)
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
     ) as process:
         for by_s in (0.0, 1000.0, -1000.0, 0.0):
-            wrong_clock.step(file, by_s)
+            machine.step_clock(file, by_s)
             assert process.stdin
             assert process.stdout
             process.stdin.write("\n")

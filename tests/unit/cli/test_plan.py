@@ -16,7 +16,7 @@ from headrace_operations.supervisor.overrides import Overrides, parse_assignment
 from headrace_runtime.errors import SettingError
 from headrace_runtime.services import ServiceInfo
 from headrace_runtime.settings.table import override
-from tests.support import plugins
+from tests.support import packages
 from tests.support.processes import free_port
 
 SERVICES = planning.installed()
@@ -206,7 +206,7 @@ def test_roles_of_services_come_from_their_information(tmp_path: Path) -> None:
 def test_a_service_that_cannot_be_imported_is_named_with_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plugins.install(tmp_path, "wreck", {"headrace.services": {"wreck": "no_such_wreck:INFO"}})
+    packages.install(tmp_path, "wreck", {"headrace.services": {"wreck": "no_such_wreck:INFO"}})
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(UsageError, match=r"wreck 1\.0 announces the service 'wreck' .*No module named 'no_such_wreck'"):
         planning.installed()

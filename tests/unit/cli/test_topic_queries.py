@@ -27,9 +27,8 @@ from headrace_operations.turn_account import TurnAccountBuilder, turn_account_of
 from headrace_schemas import Checkpoint, Feedback, Sampling, Trajectory
 from headrace_schemas.events.checkpoint import LearnedSignals
 from headrace_schemas.values.blobs import BlobRef
-from tests.support.account_events import KEY, START, VERSION, experience, report, trajectory, turn, verdict
 from tests.support.training_history import History, assert_traces_agree, in_memory, made_up
-from tests.support.turns import ask, user
+from tests.support.turns import KEY, START, VERSION, ask, experience, report, trajectory, turn, user, verdict
 from tests.unit.cli.doubles import HttpFake
 
 

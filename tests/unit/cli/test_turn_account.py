@@ -9,7 +9,7 @@ import pytest
 
 from headrace_operations.turn_account import TurnAccount, turn_account_of
 from headrace_schemas import Event, TrainingOutcome
-from tests.support.account_events import (
+from tests.support.turns import (
     CLOSED,
     READY,
     TWO,

@@ -28,10 +28,10 @@ from headrace_runtime.settings.sections import BusSettings
 from headrace_schemas import ModelEvent
 from headrace_schemas.http.registry_api import ModelState, RolloutList, RolloutState, VersionList, VersionState
 from headrace_schemas.values.blobs import BlobRef
-from tests.support.account_events import experience
-from tests.support.buses import BrokerProcess
-from tests.support.gateway_process import bus_view
 from tests.support.processes import wait_until
+from tests.support.servers import BrokerProcess
+from tests.support.service_process import bus_view
+from tests.support.turns import experience
 
 OLD, NEW = "m@0000000000000000", "m@1111111111111111"
 

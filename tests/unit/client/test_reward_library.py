@@ -39,7 +39,7 @@ from headrace.rewards import (
 from headrace.rewards.combining import by_task
 from headrace.rewards.serving import verdict, verdicts
 from headrace_schemas import FunctionCall, FunctionDefinition, Message, Reward, RewardResult, Tool, ToolCall, Trajectory
-from tests.support.account_events import trajectory
+from tests.support.turns import trajectory
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from headrace_collector.settings import CollectorSettings
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import DeadLetter, Event, SessionEnd, Trajectory, Turn
 from headrace_schemas.values.ids import response_id, session_key
-from tests.support.loop_block import blocked
+from tests.support.machine import blocked
 from tests.support.remembered import Ages, fill_collector, recorded, scans
 from tests.support.streams import Bench
 from tests.support.turns import START, after, ask, commit, end, feedback, user

@@ -34,8 +34,8 @@ from headrace_runtime.http.guard import WebGuard
 from headrace_runtime.settings.sections import BusSettings, Common, DatabaseSettings, SecuritySettings
 from headrace_schemas import Choice, Event, Feedback, Message, Reward, UnitAssignment
 from headrace_schemas.values.ids import response_id, session_key
-from tests.support.account_events import START, trajectory, turn
 from tests.support.remembered import make_tables
+from tests.support.turns import START, trajectory, turn
 
 ORIGIN = "http://127.0.0.1:8040"
 BY_PAGE = {"origin": ORIGIN, "sec-fetch-site": "same-origin"}

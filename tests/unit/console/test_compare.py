@@ -19,7 +19,7 @@ from headrace_schemas import Event, Message
 from headrace_schemas.events.routing import LoadedVersion
 from headrace_schemas.http.registry_api import ModelState, VersionState
 from headrace_schemas.values.ids import response_id, session_key
-from tests.support.account_events import START, VERSION
+from tests.support.turns import START, VERSION
 from tests.unit.console.support import BY_PAGE, Stand, form_token
 from tests.unit.console.test_learned import FIRST, Session, saved
 from tests.unit.console.test_sessions import HOSTILE, KEY, TURN_ID, apply, foreign_events

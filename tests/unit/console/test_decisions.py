@@ -30,7 +30,7 @@ from headrace_runtime.settings.sections import Common, ServiceSettings
 from headrace_schemas import TrainingMetrics, Turn
 from headrace_schemas.http.catalog import AuditEntry
 from headrace_schemas.http.registry_api import RolloutState
-from tests.support.account_events import trajectory, turn
+from tests.support.turns import trajectory, turn
 from tests.unit.console.support import BY_PAGE, Stand, form_token
 from tests.unit.registry.rig import MODEL, Rig
 from tests.unit.registry.rollout_traffic import Traffic, canary_settings, under_way

@@ -23,8 +23,8 @@ from headrace_gateway.requests.feedback_request import FeedbackRequest
 from headrace_gateway.settings import LimitSettings
 from headrace_runtime.errors import Refused
 from headrace_schemas import DeadLetter, DeadLetterDecision, Event, Feedback, Message
-from tests.support.account_events import START, letter, turn
 from tests.support.remembered import make_tables
+from tests.support.turns import START, letter, turn
 from tests.unit.console.support import BY_PAGE, Stand, form_token
 from tests.unit.console.test_sessions import KEY, TURN_ID, apply, foreign_events, session_events
 

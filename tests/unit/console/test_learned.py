@@ -19,7 +19,7 @@ from headrace_schemas import Event, Reward, TrainingMetrics, TrainingOutcome
 from headrace_schemas.events.checkpoint import TurnAdvantage
 from headrace_schemas.http.registry_api import VersionState
 from headrace_schemas.values.ids import response_id, session_key
-from tests.support.account_events import START, experience, report, restores, trajectory, turn, undoes
+from tests.support.turns import START, experience, report, restores, trajectory, turn, undoes
 from tests.unit.console.support import Stand
 from tests.unit.console.test_sessions import HOSTILE, KEY, apply, session_events
 

@@ -27,8 +27,8 @@ from headrace_console.users import Scope
 from headrace_runtime.storage.database import Database
 from headrace_schemas import Event, Feedback, Message, Reward, Turn
 from headrace_schemas.values.ids import response_id, session_key
-from tests.support.account_events import START, turn, verdict
 from tests.support.remembered import recorded
+from tests.support.turns import START, turn, verdict
 
 KEY = session_key("default", "s1")
 TURN_IDS = (response_id(KEY), response_id(KEY))

@@ -18,7 +18,7 @@ from headrace_console.read_model.verdicts import (
 from headrace_runtime.errors import Refused
 from headrace_schemas import Event, Feedback, Turn
 from headrace_schemas.values.ids import session_key
-from tests.support.account_events import START
+from tests.support.turns import START
 from tests.unit.console.support import (
     BY_PAGE,
     Bus,

@@ -15,7 +15,7 @@ from headrace_console.users import Scope, User
 from headrace_schemas import Event, Feedback, Reward, Turn
 from headrace_schemas.events.opinion import ComparedAnswer, Preference
 from headrace_statistics.agreement import alpha, kappa, squared
-from tests.support.account_events import START
+from tests.support.turns import START
 from tests.unit.console.support import Bus, Stand, bus, make_queue, session_of, stand
 
 __all__ = ["bus", "stand"]

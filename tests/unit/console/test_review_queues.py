@@ -20,8 +20,8 @@ from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.database import Database
 from headrace_schemas import Feedback
 from headrace_schemas.values.ids import session_key
-from tests.support.account_events import START
 from tests.support.remembered import make_tables, recorded, scans
+from tests.support.turns import START
 from tests.unit.console.support import (
     BY_PAGE,
     QUEUE,

@@ -18,8 +18,8 @@ from headrace_console.read_model.session_list import Filter, session_page
 from headrace_console.users import Scope
 from headrace_schemas import Event, Feedback, Message, Reward
 from headrace_schemas.values.ids import response_id, session_key
-from tests.support.account_events import START, VERSION, experience, letter, report, trajectory, turn, verdict
 from tests.support.remembered import recorded, scans
+from tests.support.turns import START, VERSION, experience, letter, report, trajectory, turn, verdict
 from tests.unit.console.support import Stand
 
 KEY = session_key("default", "s1")

@@ -21,7 +21,7 @@ from headrace_schemas import Message, Reward
 from headrace_schemas.events.chat import FunctionCall, ToolCall
 from headrace_schemas.http.registry_api import VersionState
 from headrace_schemas.values.blobs import BlobRef, Fingerprint, Manifest
-from tests.support.account_events import KEY, START, turn
+from tests.support.turns import KEY, START, turn
 
 TEXTS = ("Hello wörld, 1 + 1 = 2\n", "日本語 🙂 ▁ <0x41>", "tabs\tand  spaces", "\u202eevil\x1b[31m")
 

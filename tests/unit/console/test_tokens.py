@@ -24,7 +24,7 @@ from headrace_schemas.events.turn import TurnReference
 from headrace_schemas.http.replica_api import ScoredAnswers, ScoreRequest, TokensToScore
 from headrace_schemas.rules.turn_history import token_digest
 from headrace_schemas.values.ids import response_id
-from tests.support.account_events import START, VERSION, turn
+from tests.support.turns import START, VERSION, turn
 from tests.unit.console.support import BY_PAGE, Stand, form_token
 from tests.unit.console.test_learned import FIRST, Session, saved
 from tests.unit.console.test_sessions import KEY, OTHER_KEY, TURN_ID, apply, foreign_events

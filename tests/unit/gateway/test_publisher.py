@@ -25,8 +25,8 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import DeadLetter, SessionEnd, Turn
 from headrace_schemas.values.base import utcnow
 from tests.support.fake_replica import FakeReplica
-from tests.support.full_disk import full_error
 from tests.support.gateway import KEY, PARTITIONS, ListBus, ListProducer, feedback, gateway, numbers, running, until
+from tests.support.machine import full_error
 
 
 def end(number: int) -> SessionEnd:

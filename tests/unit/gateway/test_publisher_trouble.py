@@ -21,8 +21,8 @@ from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.kafka.wire import Outgoing, Record, decode
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import DeadLetter, Event, Feedback
-from tests.support.full_disk import full_error
 from tests.support.gateway import ListBus, ListProducer, feedback, numbers, running, until
+from tests.support.machine import full_error
 
 
 class Connections:

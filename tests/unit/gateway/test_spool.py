@@ -25,8 +25,8 @@ from headrace_gateway.capture.spool import RESERVE_BYTES, Shares, Spool, SpoolBr
 from headrace_gateway.settings import CaptureSettings
 from headrace_runtime.errors import DiskFull, SettingError, Unavailable
 from headrace_runtime.storage.disk import DiskGuard
-from tests.support.full_disk import MeasuredDisk, full_error
 from tests.support.gateway import until
+from tests.support.machine import MeasuredDisk, full_error
 
 _WRITER = """
 import asyncio, os, signal, sys

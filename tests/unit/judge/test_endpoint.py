@@ -30,8 +30,7 @@ from headrace_schemas.values.base import utcnow
 from tests.attack.inputs import mutate
 from tests.support import fake_llm
 from tests.support.fake_llm import Call, FakeLLM, Reply
-from tests.support.judge_rig import judge, settings, trajectory
-from tests.support.streams import Bench, ManualClock, Service, bench
+from tests.support.streams import Bench, ManualClock, Service, bench, judge, settings, trajectory
 from tests.support.turns import START
 
 ANSWER = {**fake_llm.completion('{"reason": "r", "criteria": {"a": 1}}'), "created": 1, "system_fingerprint": None}

@@ -29,8 +29,7 @@ from headrace_schemas import DeadLetter
 from headrace_schemas.values.ids import session_key
 from tests.support import fake_llm
 from tests.support.fake_llm import Call, FakeLLM, Reply
-from tests.support.judge_rig import Rig, judge, settings, trajectory
-from tests.support.streams import ManualClock
+from tests.support.streams import ManualClock, Rig, judge, settings, trajectory
 from tests.support.turns import START
 
 ERRORS: dict[str, Callable[[], Exception]] = {

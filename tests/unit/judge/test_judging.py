@@ -18,7 +18,7 @@ from headrace_schemas import DeadLetter
 from headrace_schemas.http.registry_api import SourceList
 from tests.support import fake_llm
 from tests.support.fake_llm import FakeLLM
-from tests.support.judge_rig import judge, said, settings, trajectory
+from tests.support.streams import judge, said, settings, trajectory
 
 
 async def test_a_verdict_becomes_a_reward(llm: FakeLLM, data_dir: Path) -> None:

@@ -23,7 +23,7 @@ from headrace_schemas import DeadLetter, Reward, Trajectory
 from headrace_schemas.programs import JudgedLine
 from tests.support import fake_llm
 from tests.support.fake_llm import Call, FakeLLM
-from tests.support.judge_rig import Rig, judge, settings, trajectory
+from tests.support.streams import Rig, judge, settings, trajectory
 
 RUBRIC = """
 name = "preference"

@@ -23,7 +23,7 @@ from headrace_schemas import Dialogue, Trajectory
 from tests.support import fake_llm
 from tests.support.fake_llm import FakeLLM, abstain, prose, status, verdict
 from tests.support.hostile_json import event_examples
-from tests.support.judge_rig import judge, said, settings, trajectory
+from tests.support.streams import judge, said, settings, trajectory
 
 RUBRIC = Rubric(
     name="r",

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from headrace_runtime.errors import CorruptBlob, SettingError, Unavailable
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.records import _KEPT, Records
-from tests.support import plugins
+from tests.support import packages
 
 ODD = "Zoë's agents 100% #1?"
 """A folder that people have."""
@@ -162,8 +162,8 @@ def test_a_store_of_somebody_elses_has_owners_once_it_is_announced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     announced = {"headrace.blobs": {"shelf": "shelves:CREATES"}}
-    plugins.install(tmp_path / "announced", "shelves", announced)
-    plugins.install(tmp_path, "other", {}, shelves=SHELF)
+    packages.install(tmp_path / "announced", "shelves", announced)
+    packages.install(tmp_path, "other", {}, shelves=SHELF)
     monkeypatch.syspath_prepend(str(tmp_path))
     register_implementation("shelf", "shelves.Shelf", clobber=True)
     store = BlobStore("shelf://here")

@@ -32,7 +32,7 @@ from headrace_runtime.settings.sections import (
     complete,
     load,
 )
-from tests.support import plugins
+from tests.support import packages
 from tests.support.processes import free_port
 
 
@@ -224,7 +224,7 @@ def paints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder."""
     names = {"red": "RED", "green": "GREEN", "grey": "GREY", "gone": "GONE"}
     announces = {"headrace.colours": {name: f"paints:{value}" for name, value in names.items()}}
-    plugins.install(tmp_path, "the-paints", announces, paints=MODULE)
+    packages.install(tmp_path, "the-paints", announces, paints=MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "paints", raising=False)
     return tmp_path
@@ -252,7 +252,7 @@ def test_what_cannot_be_used_is_said_of_its_package(paints: Path) -> None:
 
 
 def test_two_packages_with_one_name_are_both_named(paints: Path, tmp_path: Path) -> None:
-    plugins.install(tmp_path, "other", {"headrace.colours": {"red": "paints:RED"}})
+    packages.install(tmp_path, "other", {"headrace.colours": {"red": "paints:RED"}})
     registries._read.cache_clear()
     with pytest.raises(PluginError, match=r"(other|the-paints) 1\.0 and (other|the-paints) 1\.0 both announce"):
         COLOURS.get("red")
@@ -261,7 +261,7 @@ def test_two_packages_with_one_name_are_both_named(paints: Path, tmp_path: Path)
 def test_of_two_copies_of_a_package_the_first_is_the_one(
     paints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plugins.install(tmp_path / "later", "the-paints", {"headrace.colours": {"red": "paints:GREEN"}})
+    packages.install(tmp_path / "later", "the-paints", {"headrace.colours": {"red": "paints:GREEN"}})
     monkeypatch.setattr("sys.path", [*sys.path, str(tmp_path / "later")])
     assert COLOURS.get("red").depth == 1
 

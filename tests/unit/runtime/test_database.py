@@ -41,7 +41,7 @@ from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage import database as module
 from headrace_runtime.storage.database import Database, migrate
 from headrace_runtime.storage.tables import StreamTables, upsert
-from tests.support.postgres_node import PostgresNode
+from tests.support.servers import PostgresNode
 from tests.support.streams import Bench, Service, bench
 
 POSTGRESQL = "postgresql://headrace:secret@127.0.0.1:1/headrace"

@@ -31,7 +31,7 @@ from headrace_runtime.stream.processor import Handling
 from headrace_schemas import DeadLetter, Event, Reward
 from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX
 from headrace_schemas.values.ids import session_key
-from tests.support.full_disk import MeasuredDisk, full_error, small_disk
+from tests.support.machine import MeasuredDisk, full_error, small_disk
 from tests.support.streams import Bench, Service, bench
 from tests.support.turns import START, feedback
 

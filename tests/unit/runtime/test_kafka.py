@@ -28,7 +28,7 @@ from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX, BlobRef
 from tests.support.hostile_json import event_examples
-from tests.support.loop_block import blocked
+from tests.support.machine import blocked
 from tests.support.processes import free_port
 
 

@@ -26,7 +26,7 @@ from starlette.routing import Route
 from headrace_runtime.http import protocol, web
 from headrace_runtime.process.event_loop import INTERVAL_S, LoopWatch, WorkerThreads, watch_loop
 from headrace_runtime.settings.sections import ServiceSettings
-from tests.support.loop_block import blocked
+from tests.support.machine import blocked
 
 
 def compute(cpu_s: float) -> str:

@@ -28,7 +28,7 @@ from headrace_runtime.settings.table import parse_toml, plain_types
 from headrace_runtime.storage.files import data_folder
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
-from tests.support import plugins
+from tests.support import packages
 
 
 class Inner(Section):
@@ -243,7 +243,7 @@ def test_a_service_of_somebody_else_has_its_section_once_it_is_installed(
     path.write_text("services_elsewhere = ['echo']\n[echo]\nport = 1\n", encoding="utf-8")
     load("gateway", ServiceSettings, path, {})  # somebody says so
     path.write_text("[echo]\nport = 1\n", encoding="utf-8")
-    plugins.install(tmp_path, "echo", {"headrace.services": {"echo": "echo_service:INFO"}})
+    packages.install(tmp_path, "echo", {"headrace.services": {"echo": "echo_service:INFO"}})
     monkeypatch.syspath_prepend(str(tmp_path))
     load("gateway", ServiceSettings, path, {})
     assert load("echo", ServiceSettings, path, {})[1].port == 1

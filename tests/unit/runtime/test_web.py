@@ -30,7 +30,7 @@ from headrace_runtime.http import protocol, web
 from headrace_runtime.settings.sections import Common, SecuritySettings, ServiceSettings
 from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas.values.ids import decode_name
-from tests.support.full_disk import full_error
+from tests.support.machine import full_error
 from tests.support.seeds import draw_seed
 
 HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"

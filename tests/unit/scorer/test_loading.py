@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from headrace_scorer.functions.loading import FunctionLoader, LoadError
-from tests.support import plugins
+from tests.support import packages
 
 GOOD = """
 from neighbour import half
@@ -63,7 +63,7 @@ def test_functions_of_a_module_on_the_path(rewards: Path, monkeypatch: pytest.Mo
 
 
 def test_functions_behind_an_entry_point(rewards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plugins.install(rewards.parent / "site", "graders", {"headrace.rewards": {"graded": f"{rewards}:answer"}})
+    packages.install(rewards.parent / "site", "graders", {"headrace.rewards": {"graded": f"{rewards}:answer"}})
     monkeypatch.syspath_prepend(str(rewards.parent / "site"))
     (function,) = FunctionLoader().load(["graded"])
     assert function.source == "function:graded"

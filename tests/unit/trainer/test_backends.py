@@ -30,7 +30,7 @@ from headrace_trainer.lineage.versions import check_base
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trainer import Trainer
 from tests.simulation import learner as simulated
-from tests.support import plugins
+from tests.support import packages
 from tests.unit.trainer.world import World, experience
 
 FOREIGN = """
@@ -59,7 +59,7 @@ ANNOUNCED = {
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install a package `backs` with two back ends, an algorithm that needs a critic, and an invalid entry point."""
-    plugins.install(tmp_path / "site", "backs", ANNOUNCED, backs=FOREIGN)
+    packages.install(tmp_path / "site", "backs", ANNOUNCED, backs=FOREIGN)
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.delitem(sys.modules, "backs", raising=False)
 
@@ -80,7 +80,7 @@ def test_an_unknown_back_end_stops_the_start_with_those_there_are(tmp_path: Path
 
 def test_what_is_no_back_end_is_refused_with_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     announces = {"headrace.trainer_backends": {"broken": "broken:not_one"}}
-    plugins.install(tmp_path / "site", "broken", announces, broken="not_one = 3")
+    packages.install(tmp_path / "site", "broken", announces, broken="not_one = 3")
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     message = r"broken 1\.0 announces broken:not_one as the trainer back end 'broken'; it has to be a .*Backend"
     with pytest.raises(PluginError, match=message):

@@ -23,7 +23,7 @@ from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner import TORCH
 from tests.algorithms import losses, stream
 from tests.algorithms.program import BOUND, DIVERGENCES, FAULTS, Fault, is_caught, of_advantages, of_weights
-from tests.support import plugins
+from tests.support import packages
 from tests.unit.trainer.conftest import Make
 
 DECAY = Decay(task=0.9, model=0.99, tasks_max=100)
@@ -73,7 +73,7 @@ ANNOUNCED = {
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Install a package `foreign` with an advantage estimator, losses and algorithms, one of which is broken."""
-    plugins.install(tmp_path, "foreign", ANNOUNCED, foreign=FOREIGN)
+    packages.install(tmp_path, "foreign", ANNOUNCED, foreign=FOREIGN)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "foreign", raising=False)
 

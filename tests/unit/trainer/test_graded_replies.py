@@ -13,7 +13,7 @@ from headrace_runtime.errors import SettingError
 from headrace_schemas import Experience, TrainingOutcome
 from headrace_trainer.algorithms.estimators import AdvantageInputs, Reply
 from headrace_trainer.check import check
-from tests.support import plugins
+from tests.support import packages
 from tests.support.hindsight_world import OPENING, conversation, encoder, user_message
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import World
@@ -72,7 +72,7 @@ def listener(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         "headrace.advantages": {name: f"listener:{name}" for name in KINDS},
         "headrace.algorithms": {name: f"listener:algorithm_{name}" for name in KINDS},
     }
-    plugins.install(tmp_path / "site", "listener", announced, listener=LISTENER.replace("__KINDS__", repr(KINDS)))
+    packages.install(tmp_path / "site", "listener", announced, listener=LISTENER.replace("__KINDS__", repr(KINDS)))
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.delitem(sys.modules, "listener", raising=False)
     import listener  # type: ignore[import-not-found]

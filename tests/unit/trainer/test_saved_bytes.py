@@ -19,7 +19,7 @@ from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner import tensors
 from tests.simulation import learner as simulated
-from tests.support.full_disk import small_disk
+from tests.support.machine import small_disk
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_crash import result
 from tests.unit.trainer.test_store import saved_of, stored, trained

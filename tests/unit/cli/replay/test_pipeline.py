@@ -35,7 +35,7 @@ from headrace_runtime.services import ServiceInfo
 from headrace_schemas import BatchRecord, Experience, Read, TrainingMetrics, TrainingOutcome
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.programs import DryRunBatch, DryRunLine
-from tests.support.account_events import START, experience
+from tests.support.turns import START, experience
 
 
 class Scorer:

@@ -11,7 +11,7 @@ import pytest
 from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.metrics import SessionRecord
 from headrace_schemas import FunctionCall, Message, Reward, ToolCall, Turn
-from tests.support import plugins
+from tests.support import packages
 from tests.support.turns import START, after, ask, feedback, said, user
 
 NAMES = (
@@ -192,7 +192,7 @@ def test_goodness_scales_clips_and_reverses_values() -> None:
 @pytest.fixture
 def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     announces = {"foreign_turns": "foreign_metrics:turns", "broken": "foreign_metrics:not_one"}
-    plugins.install(tmp_path, "foreign", {"headrace.rollout_metrics": announces}, foreign_metrics=OWN)
+    packages.install(tmp_path, "foreign", {"headrace.rollout_metrics": announces}, foreign_metrics=OWN)
     monkeypatch.syspath_prepend(str(tmp_path))
 
 

@@ -1,31 +1,97 @@
-"""The example on AgentScope Java: its jars, its classes, and the program in a separate process.
-
-`trained_runs` reads the trained runs from the bus.
-"""
+"""Packages for tests: from Maven and npm, one with entry points, and the example on AgentScope Java."""
 
 from __future__ import annotations
 
 import queue
+import shutil
 import subprocess
 import threading
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from filelock import FileLock
+
 from headrace.topics import Range, connected
 from headrace_schemas import Experience, TrainingMetrics, Trajectory
-from tests.support import downloads
 
-EXAMPLE = downloads.ROOT / "examples" / "java_agent"
-JARS = downloads.ROOT / ".cache" / "agentscope-java-1.0.9"
+ROOT = Path(__file__).resolve().parents[2]
+NODE_FOLDER = ROOT / ".cache" / "producers"
+
+
+def missing_jars(pom: Path, folder: Path, description: str, *programs: str) -> str | None:
+    """Return why the dependencies of the pom cannot be put into `folder`, or None if they are there.
+
+    The first call, and the first one after a change of the pom, downloads them.
+    """
+    for program in ("java", "mvn", *programs):
+        if shutil.which(program) is None:
+            return f"{program} is not installed"
+    folder.parent.mkdir(exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        complete = folder / "complete"
+        if not complete.exists() or complete.read_text() != pom.read_text():
+            command = ["mvn", "-q", "-B", "-f", str(pom), "dependency:copy-dependencies", "-DincludeScope=runtime"]
+            result = subprocess.run(
+                [*command, f"-DoutputDirectory={folder}"], capture_output=True, text=True, check=False
+            )
+            if result.returncode:
+                return f"Maven could not fetch {description}: {result.stdout[-300:]}"
+            complete.write_text(pom.read_text())
+    return None
+
+
+def missing_node_client() -> str | None:
+    """Return why the example cannot run here, or None. The first call downloads kafkajs."""
+    for program in ("node", "npm"):
+        if shutil.which(program) is None:
+            return f"{program} is not installed"
+    NODE_FOLDER.parent.mkdir(exist_ok=True)
+    with FileLock(f"{NODE_FOLDER}.lock"):
+        return _fetch_node_client()
+
+
+def _fetch_node_client() -> str | None:
+    shutil.copytree(ROOT / "examples" / "producers", NODE_FOLDER, dirs_exist_ok=True)
+    if not (NODE_FOLDER / "node" / "node_modules" / "kafkajs").exists():
+        command = ["npm", "install", "--no-audit", "--no-fund", "--silent"]
+        process = subprocess.run(command, cwd=NODE_FOLDER / "node", capture_output=True, text=True, check=False)
+        if process.returncode:
+            return f"npm could not fetch kafkajs: {process.stderr[-300:]}"
+    return None
+
+
+def install(folder: Path, name: str, announces: Mapping[str, Mapping[str, str]], **modules: str) -> None:
+    """Write the distribution `name` 1.0 to `folder`, which must be on `sys.path`.
+
+    Args:
+        announces: entry points, as `module:object` by group and name.
+        modules: source code by module name.
+    """
+    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", encoding="utf-8")
+    lines = [line for group, names in announces.items() for line in (f"[{group}]", *(_entries(names)))]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for module, source in modules.items():
+        (folder / f"{module}.py").write_text(source, encoding="utf-8")
+
+
+def _entries(names: Mapping[str, str]) -> list[str]:
+    return [f"{name} = {value}" for name, value in names.items()]
+
+
+EXAMPLE = ROOT / "examples" / "java_agent"
+JARS = ROOT / ".cache" / "agentscope-java-1.0.9"
 _QUICK = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xmx384m")
 _QUIET = ("-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",)
 
 
-def missing() -> str | None:
+def missing_java_agent() -> str | None:
     """Return why the example cannot run here, or None. The first call downloads 36 MB."""
-    return downloads.missing_jars(EXAMPLE / "pom.xml", JARS, "AgentScope", "javac")
+    return missing_jars(EXAMPLE / "pom.xml", JARS, "AgentScope", "javac")
 
 
 def compiled(folder: Path) -> Path:

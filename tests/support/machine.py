@@ -1,17 +1,24 @@
-"""A full disk: simulated in this process by refused allocations, or real as a small file system."""
+"""Conditions of a machine: a full disk, a wrong clock of a process, and the time that blocks an event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import gc
 import os
+import shutil
+import struct
 import subprocess
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 from unittest import mock
 
 import pytest
+
+from headrace_runtime.process.event_loop import LoopWatch
 
 
 @contextlib.contextmanager
@@ -100,3 +107,59 @@ class MeasuredDisk:
         """Let this process see the disk at every path."""
         with mock.patch.object(os, "statvfs", self.statvfs):
             yield self
+
+
+SOURCE = Path(__file__).with_name("wrong_clock.c")
+
+
+def missing_compiler() -> str | None:
+    """Return why a wrong clock is impossible here, or None."""
+    return None if shutil.which("cc") else "there is no C compiler"
+
+
+def clock_environ(folder: Path, file: Path) -> dict[str, str]:
+    """Return an environment in which a process has the clock that `step_clock(file, ...)` sets.
+
+    `folder` keeps the library.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / "wrong_clock.so"
+    if not library.exists():
+        subprocess.run(["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(SOURCE), "-ldl"], check=True)
+    file.write_bytes(struct.pack("q", 0))
+    return {"LD_PRELOAD": str(library), "WRONG_CLOCK": str(file)}
+
+
+def step_clock(file: Path, by_s: float) -> None:
+    """Set the clock's error to `by_s` seconds. The file is written in place, because processes have mapped it."""
+    with file.open("r+b") as opened:
+        opened.write(struct.pack("q", round(by_s * 1e9)))
+
+
+@dataclass(slots=True)
+class Block:
+    """Longest block of the loop in CPU seconds, which other load does not change. `busy_s` is set at the end of the
+    block.
+    """
+
+    busy_s: float = 0.0
+
+
+@contextlib.asynccontextmanager
+async def blocked() -> AsyncIterator[Block]:
+    """Measure the longest time for which code in the `async with` body keeps the loop busy without a pause.
+
+    Garbage collection is off meanwhile: a collection that scans the objects of thousands of tests takes 100 ms.
+    """
+    watch = LoopWatch(interval_s=0.005)
+    running = asyncio.create_task(watch.run())
+    block = Block()
+    gc.disable()
+    try:
+        await asyncio.sleep(0)  # so that its first look is before the work
+        yield block
+        await asyncio.sleep(0.02)  # so that its last look is after it
+    finally:
+        running.cancel()
+        block.busy_s = watch.take()
+        gc.enable()
