@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 from headrace_console.access.headers import SecurityHeaders
 from headrace_console.read_model.follower import RecordReader
-from headrace_console.sources import gateway
+from headrace_console.sources import clients
 from headrace_runtime.http import web
 from headrace_runtime.settings.sections import SecuritySettings
 from headrace_schemas import Event, Feedback, Message, Reward
@@ -38,7 +38,7 @@ async def served(folder: Path) -> AsyncIterator[tuple[Stand, Bus, str]]:
     """Serve a console whose topics and gateway are in memory. Yield the console's parts, the bus and the address."""
     bus = Bus()
     with (
-        patch.object(gateway, "call", bus.call),
+        patch.object(clients, "call", bus.call),
         patch.object(RecordReader, "read", lambda _self, topic, positions: bus.read(topic, positions)),
     ):
         async with Stand(folder) as stand:

@@ -22,7 +22,7 @@ from headrace_console.read_model.batch import Batch, LogEvent
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.rows import Names
 from headrace_console.settings import ConsoleSettings, UserSettings
-from headrace_console.sources import gateway
+from headrace_console.sources import clients
 from headrace_console.users import Role
 from headrace_gateway.access.keys import Caller
 from headrace_gateway.requests.feedback import events_of
@@ -128,7 +128,9 @@ class Bus:
     async def read(self, _topic: str, positions: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Event]:
         return {position: self.events[position[1]] for position in positions}
 
-    async def call(self, _service: str, _method: str, _url: str, headers: dict[str, str], content: bytes) -> bytes:
+    async def call(self, service: str, _method: str, _url: str, headers: dict[str, str], content: bytes = b"") -> bytes:
+        if service != "gateway":
+            raise Refused(503, f"{service}_away", "Only the gateway answers.")
         if self.problem is not None:
             raise self.problem
         body = json.loads(content)
@@ -156,7 +158,7 @@ class Bus:
 @pytest.fixture
 def bus(monkeypatch: pytest.MonkeyPatch) -> Bus:
     stub = Bus()
-    monkeypatch.setattr(gateway, "call", stub.call)
+    monkeypatch.setattr(clients, "call", stub.call)
     monkeypatch.setattr(RecordReader, "read", lambda _self, topic, positions: stub.read(topic, positions))
     return stub
 

@@ -12,8 +12,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from headrace_console.sources import gateway
-from headrace_console.sources.registry import RegistryReader
+from headrace_console.sources import clients
+from headrace_console.sources.clients import RegistryReader
 from headrace_runtime.errors import Refused
 from headrace_schemas import Event, Message
 from headrace_schemas.events.routing import LoadedVersion
@@ -97,8 +97,10 @@ class Gateway:
         self.problem: Refused | None = None
 
     async def call(
-        self, _service: str, _method: str, url: str, headers: dict[str, str], content: bytes = b"", **_: Any
+        self, service: str, _method: str, url: str, headers: dict[str, str], content: bytes = b"", **_: Any
     ) -> bytes:
+        if service != "gateway":
+            raise Refused(503, f"{service}_away", "Only the gateway answers.")
         body = json.loads(content) if content else {}
         self.requests.append((url, headers, body))
         if url.endswith("/end"):
@@ -124,7 +126,7 @@ async def try_version(client: httpx2.AsyncClient, left: str, version: str = OTHE
 @pytest.fixture
 def stub(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> Gateway:
     stub = Gateway(stand)
-    monkeypatch.setattr(gateway, "call", stub.call)
+    monkeypatch.setattr(clients, "call", stub.call)
     return stub
 
 

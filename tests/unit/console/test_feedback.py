@@ -14,8 +14,8 @@ from headrace_console.pages.feedback import feedback_body
 from headrace_console.pages.session import feedback_outcomes
 from headrace_console.read_model import tables
 from headrace_console.read_model.follower import RecordReader
-from headrace_console.sources import gateway
-from headrace_console.sources.gateway import GatewayClient
+from headrace_console.sources import clients
+from headrace_console.sources.clients import GatewayClient
 from headrace_console.users import Scope, User
 from headrace_gateway.access.keys import Caller
 from headrace_gateway.requests.feedback import events_of
@@ -39,7 +39,9 @@ class Gateway:
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.reply: dict[str, Any] = {"event_ids": ["e"], "feedback_id": "f"}
 
-    async def call(self, _service: str, _method: str, url: str, headers: dict[str, str], content: bytes) -> bytes:
+    async def call(self, service: str, _method: str, url: str, headers: dict[str, str], content: bytes = b"") -> bytes:
+        if service != "gateway":
+            raise Refused(503, f"{service}_away", "Only the gateway answers.")
         self.requests.append((url, headers, json.loads(content)))
         return json.dumps(self.reply).encode()
 
@@ -47,7 +49,7 @@ class Gateway:
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Gateway:
     stub = Gateway()
-    monkeypatch.setattr(gateway, "call", stub.call)
+    monkeypatch.setattr(clients, "call", stub.call)
     return stub
 
 

@@ -13,7 +13,7 @@ import pytest
 from headrace_console.flow_rules import RewardRules
 from headrace_console.read_model import reward_queries
 from headrace_console.read_model.side_rows import bucket_of
-from headrace_console.sources.registry import RegistryReader
+from headrace_console.sources.clients import RegistryReader
 from headrace_runtime.settings.sections import DatabaseSettings
 from headrace_schemas import Event, Reward, TrainingMetrics, TrainingOutcome
 from headrace_schemas.events.checkpoint import TurnAdvantage

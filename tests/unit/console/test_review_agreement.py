@@ -7,9 +7,9 @@ import re
 from collections import Counter
 
 from headrace_console.agreement import COLUMNS_MAX, COMMON_MIN, agreement_of
-from headrace_console.pages.agreement import habits_of
-from headrace_console.read_model.answers import random_items
+from headrace_console.pages.review_queues import habits_of
 from headrace_console.read_model.queues import queue_of
+from headrace_console.read_model.ratings import random_items
 from headrace_console.read_model.verdicts import SAME, feedback_id, item_id, pair_of, sides_of
 from headrace_console.users import Scope, User
 from headrace_schemas import Event, Feedback, Reward, Turn

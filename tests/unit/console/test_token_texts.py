@@ -11,10 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from headrace_console.pages.session import describe_absence, message_values, new_messages, reward_values
-from headrace_console.read_model.training_queries import Runs
-from headrace_console.sources.registry import RegistryReader
-from headrace_console.sources.tokenizers import TokenizerReader
-from headrace_console.token_texts import TokenTexts, visible_text
+from headrace_console.read_model.version_queries import Runs
+from headrace_console.sources.clients import RegistryReader
+from headrace_console.sources.tokenizers import TokenizerReader, TokenTexts, visible_text
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.versions import store_files, store_manifest
 from headrace_schemas import Message, Reward

@@ -13,9 +13,8 @@ import pytest
 
 from headrace_console.sources import replicas as replica_source
 from headrace_console.sources.replicas import ReplicaReader
-from headrace_console.sources.tokenizers import TokenizerReader
+from headrace_console.sources.tokenizers import TokenizerReader, TokenTexts
 from headrace_console.token_lens import Lens, colour_class, forced_positions
-from headrace_console.token_texts import TokenTexts
 from headrace_runtime.errors import Refused
 from headrace_schemas import Choice, Event, Message, Replica, Turn, Usage
 from headrace_schemas.events.checkpoint import TurnAdvantage

@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_console.read_model.packing import unpack_id, unpack_numbers
 from headrace_console.read_model.queries import Row, texts_of
 from headrace_console.read_model.status import HistoryEntry, history_of
-from headrace_console.read_model.training_queries import experiences_of_turn, steps_of
+from headrace_console.read_model.version_queries import experiences_of_turn, steps_of
 
 Steps = Mapping[tuple[int, int], tuple[int, int, int]]
 """Step, lineage and version (0 without one) by lineage and save. Lineages and versions are numbers of names."""

@@ -14,33 +14,28 @@ from starlette.routing import Route
 
 from headrace_console.access.headers import SecurityHeaders
 from headrace_console.access.logins import Logins
-from headrace_console.dead_letter_actions import DeadLetterActions
+from headrace_console.dead_letters import DeadLetterActions
 from headrace_console.flow_rules import FlowRules
 from headrace_console.live import Changes
 from headrace_console.pages import (
-    agreement,
-    compare,
-    compare_versions,
     dead_letters,
     feedback,
-    learned,
     loop,
     models,
     review,
-    review_form,
+    review_queues,
     rewards,
     rollouts,
     session,
     sessions,
-    tokens,
+    turns,
 )
 from headrace_console.pages.frame import Templates
 from headrace_console.pages.login import LoginPages
 from headrace_console.pages.page import NotFound, Page, PageRoutes, Parts, Visit
 from headrace_console.read_model.follower import RecordReader, TopicFollower
 from headrace_console.settings import ConsoleSettings
-from headrace_console.sources.gateway import GatewayClient
-from headrace_console.sources.registry import RegistryReader
+from headrace_console.sources.clients import GatewayClient, RegistryReader
 from headrace_console.sources.replicas import ReplicaReader
 from headrace_console.sources.services import StackReader
 from headrace_console.sources.tokenizers import TokenizerReader
@@ -57,8 +52,7 @@ from headrace_schemas import TrainingMetrics
 
 log = get_logger(__name__)
 _MODULES = (
-    loop, models, learned, compare_versions, rollouts, sessions, session, compare, tokens, feedback, review_form,
-    agreement, review, dead_letters, rewards,
+    loop, models, rollouts, sessions, session, turns, feedback, review_queues, review, dead_letters, rewards,
 )  # fmt: skip
 """Modules of the pages. Of two pages that match an address, the one of the earlier module is shown."""
 _WATCH_INTERVAL_S = 2.0

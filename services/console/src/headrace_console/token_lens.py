@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from headrace_console.token_texts import TokenTexts
+from headrace_console.sources.tokenizers import TokenTexts
 from headrace_schemas import Turn
 from headrace_schemas.events.turn import iterate_sets
 

@@ -9,11 +9,17 @@ from urllib.parse import urlencode
 
 from starlette.responses import Response
 
-from headrace_console.dead_letter_actions import PlannedLetter
+from headrace_console.dead_letters import (
+    GROUPED_MAX,
+    LetterGroup,
+    PlannedLetter,
+    letter_groups,
+    letter_of,
+    letters_of,
+)
 from headrace_console.pages.page import NotFound, Page, Visit, choice_of
 from headrace_console.pages.sessions import parse_position
 from headrace_console.read_model import tables
-from headrace_console.read_model.letter_queries import GROUPED_MAX, LetterGroup, letter_groups, letter_of, letters_of
 from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.queries import Row, position_of
 from headrace_runtime.clock import from_epoch_ms

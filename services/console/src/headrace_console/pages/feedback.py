@@ -16,7 +16,7 @@ from headrace_console.pages.turns import find_session, find_turn, read_turn
 from headrace_console.read_model import queries
 from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.queries import Row, position_of
-from headrace_console.sources.gateway import SOURCE
+from headrace_console.sources.clients import SOURCE
 from headrace_runtime.errors import Refused
 from headrace_schemas import Feedback, Message
 from headrace_schemas.values.text import storable

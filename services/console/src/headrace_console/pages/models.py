@@ -1,14 +1,30 @@
-"""Pages of models and of single versions, with the forms that promote or withdraw a version."""
+"""Pages of models and versions: list, history, training and comparison, with the forms that promote or withdraw."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 
 from starlette.responses import RedirectResponse, Response
 
 from headrace_console import learning
-from headrace_console.pages.page import NotFound, Page, Visit
-from headrace_console.sources.registry import VERSIONS_MAX
+from headrace_console.advantages import direction, is_undone
+from headrace_console.learning import Z95, ScoredVersion
+from headrace_console.pages.page import NotFound, Page, Visit, choice_of
+from headrace_console.pages.sessions import chosen_tenant
+from headrace_console.read_model.packing import unpack_numbers
+from headrace_console.read_model.queries import PAGE_ROWS, Row
+from headrace_console.read_model.status import history_of
+from headrace_console.read_model.version_queries import (
+    SESSIONS_MAX,
+    Runs,
+    VersionTraffic,
+    runs_of,
+    shared_tasks,
+    version_traffic,
+    version_training,
+)
+from headrace_console.sources.clients import VERSIONS_MAX
 from headrace_schemas.http.registry_api import AuditedPromoteRequest, VersionState, WithdrawRequest
 
 NUMBER_NAMES = {
@@ -129,10 +145,162 @@ def describe_decision(version: VersionState) -> str:
     return f"{version.id} {verb}{author}{against}{numbers}{reason}"
 
 
+ORDERS = ("up", "down")
+"""Values of the parameter `first`: order by descending (`up`) or ascending (`down`) advantage."""
+
+
+async def learned(visit: Visit) -> Response:
+    """Show the page of the sessions on which a version was trained, beyond those of the version before it."""
+    first = choice_of(visit.parameters("first"), "first", ORDERS)
+    version = (await find_version(visit)).id
+    async with visit.transaction() as tx:
+        training = await version_training(tx, visit.user.scope, version, is_ascending=first == "down")
+        runs = await runs_of(tx, {row["session"] for row in training.rows} if training is not None else ())
+    return visit.render(
+        "learned.html",
+        version=version,
+        training=training,
+        rows=[_row(row, runs) for row in training.rows] if training is not None else [],
+        first=first,
+        rows_max=PAGE_ROWS,
+    )
+
+
+def _row(row: Row, runs: Runs) -> dict[str, object]:
+    """Return the values of one row of the page: a revision of an experience that the version was trained on.
+
+    Args:
+        row: the stored experience and the advantage that it was trained with.
+        runs: runs of the listed sessions, by which the row names its run.
+    """
+    history, turns = history_of(row["history"]), unpack_numbers(row["turns"])
+    entry = next(
+        (
+            entry
+            for entry in history
+            if entry.kind == "trained"
+            and (entry.lineage, entry.save, entry.revision) == (row["lineage"], row["save"], row["revision"])
+        ),
+        None,
+    )
+    return {
+        "key": row["session_key"],
+        "title": row["title"] or row["session_id"] or row["session_key"],
+        "revision": row["revision"],
+        "first_turn": min(turns, default=0),
+        "run": runs.of_turn.get(min(turns, default=0), ""),
+        "turns": len(turns),
+        "reward": row["reward"],
+        "advantage": row["advantage"],
+        "direction": direction(row["advantage"]),
+        "is_undone": entry is not None and is_undone(entry, history),
+    }
+
+
+REWARDS_MIN = 30
+"""Smallest number of rewards of each version for which their means are compared."""
+
+
+async def compare(visit: Visit) -> Response:
+    """Compare the version of the path with the version `with`, by default its parent or the champion."""
+    parameters = visit.parameters("with", "tenant")
+    versions = await visit.parts.registry.versions(visit.path("model"))
+    first = match_version(visit, versions)
+    second = await _other(visit, first, versions, parameters.get("with", ""))
+    traffic, tasks = [VersionTraffic(), VersionTraffic()], []
+    async with visit.transaction() as tx:
+        tenants, tenant = await chosen_tenant(tx, visit.user, parameters)
+        if tenant is not None and second is not None:
+            traffic = [await version_traffic(tx, tenants[tenant], version.id) for version in (first, second)]
+            tasks = list(await shared_tasks(tx, tenants[tenant], first.id, second.id))
+    pair = (first, second) if second is not None else (first,)
+    names = {version.id for version in pair}
+    scores = {score.version: score for score in learning.scored_versions(versions)}
+    return visit.render(
+        "compare_versions.html",
+        first=first,
+        second=second,
+        versions=[version.id for version in versions if version.id != first.id],
+        tenants=list(tenants),
+        tenant=tenant,
+        sessions_max=SESSIONS_MAX,
+        rows=_rows(pair, [scores.get(version.id) for version in pair], traffic),
+        sentences=_differences(pair, [scores.get(version.id) for version in pair], traffic),
+        decisions=[
+            event
+            for version in pair
+            for event in reversed(version.decisions)
+            if {event.version, event.previous} == names
+        ],
+        tasks=tasks,
+    )
+
+
+async def _other(visit: Visit, first: VersionState, versions: Sequence[VersionState], name: str) -> VersionState | None:
+    """Return the second version, or None if the model has no other. Raises `NotFound` for an unknown name."""
+    by_id = {version.id: version for version in versions if version.id != first.id}
+    if name:
+        if name not in by_id:
+            raise NotFound
+        return by_id[name]
+    champion = (await visit.parts.registry.model(first.model)).champion
+    return next((by_id[default] for default in (first.parent, champion, *by_id) if default in by_id), None)
+
+
+def _rows(
+    pair: Sequence[VersionState], scores: Sequence[ScoredVersion | None], traffic: Sequence[VersionTraffic]
+) -> list[tuple[str, list[str]]]:
+    """Return the heading and the values of each row of the table."""
+    return [
+        ("state", [version.state.replace("_", " ") for version in pair]),
+        ("lineage and step", [f"{version.lineage}, {version.step}" for version in pair]),
+        ("audit score", [_interval(score.score, score.error) if score else "" for score in scores]),
+        ("sessions", [f"{numbers.sessions:,}" for numbers in traffic]),
+        ("sampled tokens per turn that it answered", [_ratio(numbers.tokens, numbers.turns) for numbers in traffic]),
+        ("its turns trained, dropped", [f"{numbers.trained:,}, {numbers.dropped:,}" for numbers in traffic]),
+        ("mean reward", [_interval(n.reward_mean, n.reward_error) if n.rewards else "" for n in traffic]),
+        ("thumbs up, down", [f"{numbers.up:,}, {numbers.down:,}" for numbers in traffic]),
+    ]
+
+
+def _differences(
+    pair: Sequence[VersionState], scores: Sequence[ScoredVersion | None], traffic: Sequence[VersionTraffic]
+) -> list[str]:
+    """Return sentences with the differences of the first version from the second one."""
+    first, second = traffic
+    names = [f"{version.id.partition('@')[2][:12]} (step {version.step})" for version in pair]
+    sentences = []
+    left, right = (*scores, None)[:2]
+    if left is not None and right is not None:
+        error = math.hypot(left.error, right.error)
+        sentences.append(_difference("Audit score", names, left.score - right.score, error))
+    if min(first.rewards, second.rewards) >= REWARDS_MIN:
+        error = math.hypot(first.reward_error, second.reward_error)
+        sentences.append(_difference("Mean reward", names, first.reward_mean - second.reward_mean, error))
+    return sentences
+
+
+def _difference(metric: str, names: Sequence[str], difference: float, error: float) -> str:
+    lower, upper = difference - Z95 * error, difference + Z95 * error
+    verdict = "higher than" if lower > 0 else "lower than" if upper < 0 else "not shown to differ from"
+    numbers = f"{difference:+.3f} (95 %: {lower:+.3f} to {upper:+.3f})"
+    return f"{metric} of {names[0]} is {verdict} {names[1]}: {numbers}."
+
+
+def _interval(value: float, error: float) -> str:
+    return f"{value:.3f} ± {Z95 * error:.3f}" if math.isfinite(error) else f"{value:.3f}"
+
+
+def _ratio(total: int, number: int) -> str:
+    return f"{total / number:.1f}" if number else ""
+
+
 PAGES = (
     Page("/models", models),
     Page("/models/{model}", model),
     Page("/models/{model}/{digest}", version),
     Page("/models/{model}/{digest}/promote", promote, role="operator", method="POST"),
     Page("/models/{model}/{digest}/withdraw", withdraw, role="operator", method="POST"),
+    Page("/models/{model}/{digest}/learned", learned),
+    Page("/models/{model}/{digest}/compare", compare),
 )

@@ -16,12 +16,11 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from headrace_console.access.logins import Logins
-from headrace_console.dead_letter_actions import DeadLetterActions
+from headrace_console.dead_letters import DeadLetterActions
 from headrace_console.flow_rules import FlowRules
 from headrace_console.pages.frame import Templates
 from headrace_console.read_model.follower import RecordReader
-from headrace_console.sources.gateway import GatewayClient
-from headrace_console.sources.registry import RegistryReader
+from headrace_console.sources.clients import GatewayClient, RegistryReader
 from headrace_console.sources.replicas import ReplicaReader
 from headrace_console.sources.services import StackReader
 from headrace_console.sources.tokenizers import TokenizerReader

@@ -10,8 +10,8 @@ from typing import get_args
 from starlette.responses import Response
 
 from headrace_console.agreement import COMMON_MIN, COMPARED_MAX, PairAgreement, least_agreeing_pair
-from headrace_console.pages.agreement import coefficient_text
 from headrace_console.pages.page import InvalidParameter, Page, Visit
+from headrace_console.pages.review_queues import coefficient_text
 from headrace_console.pages.sessions import chosen_tenant
 from headrace_console.read_model import tables
 from headrace_console.read_model.reward_queries import (

@@ -9,15 +9,15 @@ from typing import Any
 from starlette.responses import Response
 
 from headrace_console.advantages import Steps, describe_advantage, first_version, step_name, training_sentences
+from headrace_console.dead_letters import refusal_reasons
 from headrace_console.drop_reasons import describe_reason
 from headrace_console.pages.page import NotFound, Page, Visit
 from headrace_console.pages.sessions import parse_position
 from headrace_console.read_model import queries, tables
-from headrace_console.read_model.letter_queries import refusal_reasons
 from headrace_console.read_model.packing import unpack_id, unpack_numbers
 from headrace_console.read_model.queries import Row, SessionRecords, position_of
 from headrace_console.read_model.status import HistoryEntry, history_of, split_status
-from headrace_console.read_model.training_queries import Runs, runs_of, steps_of
+from headrace_console.read_model.version_queries import Runs, runs_of, steps_of
 from headrace_runtime.clock import from_epoch_ms
 from headrace_schemas import Feedback, Message, Reward, Turn
 

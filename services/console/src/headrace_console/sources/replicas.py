@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from pydantic import ValidationError
 
-from headrace_console.sources.calls import bearer, call
+from headrace_console.sources.clients import bearer, call
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import InvalidEvent, Refused
 from headrace_runtime.http.guard import ReplicaTrust

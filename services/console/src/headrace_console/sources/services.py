@@ -14,7 +14,7 @@ import httpx2
 from pydantic import ValidationError
 
 from headrace_console.settings import ConsoleSettings
-from headrace_console.sources.calls import bearer, open_client
+from headrace_console.sources.clients import bearer, open_client
 from headrace_runtime.clock import Clock
 from headrace_runtime.services import ServiceInfo
 from headrace_runtime.settings.sections import Common, ServiceSettings
