@@ -41,9 +41,9 @@ from tests.support.seeds import draw_seed
 VERSION = "m@000000000000"
 
 
-def experience(number: int, reward: float | None, **parts: float) -> Experience:
+def experience(number: int, reward: float | None, version: str = VERSION, **parts: float) -> Experience:
     """Return an experience of one task and one turn. `parts` are the parts of its reward by source."""
-    branch = Branch(token_ids=(1, 2, 3), spans=(Span(start=1, logprobs=(-0.5, -0.5), turn_id="t", version=VERSION),))
+    branch = Branch(token_ids=(1, 2, 3), spans=(Span(start=1, logprobs=(-0.5, -0.5), turn_id="t", version=version),))
     return Experience(
         time=datetime(2026, 11, 20, tzinfo=UTC),
         experience_id=f"e{number}",
@@ -66,23 +66,40 @@ def test_the_newest_revision_counts_in_the_order_of_first_revisions() -> None:
     first, second = experience(0, 0.1), experience(1, 0.2)
     later = first.model_copy(update={"revision": 2, "reward": 0.9})
     earlier = first.model_copy(update={"revision": 1, "reward": 0.5})
-    experiences = select_trainable([first, second, later, earlier], "m", 10)
+    experiences = select_trainable([first, second, later, earlier], "m", 10).experiences
     assert [(selected.experience_id, selected.reward) for selected in experiences] == [("e0", 0.9), ("e1", 0.2)]
 
 
 def test_withdrawn_experiences_are_left_out_and_restored_ones_have_their_tokens() -> None:
     original = experience(0, 0.1)
     withdrawn = original.model_copy(update={"revision": 1, "reward": None, "no_reward": "withdrawn", "branch": None})
-    assert select_trainable([original, withdrawn], "m", 10) == []
+    assert not select_trainable([original, withdrawn], "m", 10).experiences
     restored = original.model_copy(update={"revision": 2, "branch": None, "reward": 0.7})
-    (selected,) = select_trainable([original, withdrawn, restored], "m", 10)
+    (selected,) = select_trainable([original, withdrawn, restored], "m", 10).experiences
     assert (selected.reward, selected.branch) == (0.7, original.branch)
 
 
 def test_only_the_newest_experiences_of_the_model_are_selected() -> None:
     experiences = [experience(number, 0.1) for number in range(4)]
-    assert select_trainable(experiences, "other", 10) == []
-    assert [selected.experience_id for selected in select_trainable(experiences, "m", 2)] == ["e2", "e3"]
+    assert not select_trainable(experiences, "other", 10).experiences
+    assert [selected.experience_id for selected in select_trainable(experiences, "m", 2).experiences] == ["e2", "e3"]
+
+
+def test_experiences_of_later_versions_are_left_out_and_counted() -> None:
+    """A control that imitates the answers of a better version gains with any reward."""
+    later = "m@111111111111"
+    mixed = experience(4, 0.1)
+    assert mixed.branch is not None
+    second_span = Span(start=3, logprobs=(-0.5,), turn_id="u", version=later)
+    branch = Branch(token_ids=(1, 2, 3, 4), spans=(*mixed.branch.spans, second_span))
+    mixed = mixed.model_copy(update={"branch": branch})
+    unrewarded = experience(0, None, version=later)
+    experiences = [unrewarded, experience(1, 0.1), experience(2, 0.2, version=later), experience(3, 0.3), mixed]
+    recording = select_trainable(experiences, "m", 10)
+    assert [selected.experience_id for selected in recording.experiences] == ["e1", "e3"]
+    assert (recording.version, recording.later) == (VERSION, 2)
+    newest = select_trainable(experiences, "m", 1)
+    assert [selected.experience_id for selected in newest.experiences] == ["e3"], "the limit applies to what is left"
 
 
 def test_lines_of_replay_events_and_bare_events_are_read(tmp_path: Path) -> None:

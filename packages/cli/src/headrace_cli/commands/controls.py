@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,8 +74,9 @@ def controls(
 ) -> None:
     """Run control experiments: train on recorded traffic with shuffled, flipped or random rewards.
 
-    Each control is a short training from the base on the same experiences: with the true rewards, with shuffled,
-    flipped and random rewards, with learning rate 0, and with each reward source alone. The gate program scores the
+    Each control is a short training from the base on the same experiences, those of the first version in the range:
+    with the true rewards, with shuffled, flipped and random rewards, with learning rate 0, and with each reward source
+    alone. The gate program scores the
     resulting versions on audit tasks. Everything runs in a temporary folder on its own bus, and no version is served.
     Exit status 1 if a control has an unexpected result.
     """
@@ -90,11 +92,11 @@ def controls(
     overrides = Overrides(config, changed, os.environ)
     bus_address = bus or str(overrides.get("bus.address") or "")
     recorded_experiences = _read_experiences(recording, since, until, bus_address, data_dir)
-    experiences = runner.select_trainable(recorded_experiences, str(overrides.get("trainer.model") or "headrace"), most)
+    selected = runner.select_trainable(recorded_experiences, str(overrides.get("trainer.model") or "headrace"), most)
     with tempfile.TemporaryDirectory(prefix="headrace-controls-") as scratch:
         request = runner.Request(
-            experiences=experiences,
-            controls=_select_controls(experiences, only),
+            recording=selected,
+            controls=_select_controls(selected.experiences, only),
             seeds=seeds,
             plays=plays or int(overrides.get("registry.gate.audit_tasks") or 200),
             scratch=Path(scratch),
@@ -124,7 +126,7 @@ def _read_experiences(
     return asyncio.run(from_bus(bus or running_state(data_dir).bus, topic_range))
 
 
-def _select_controls(experiences: list[Experience], only: list[str] | None) -> list[Control]:
+def _select_controls(experiences: Sequence[Experience], only: list[str] | None) -> list[Control]:
     from headrace.errors import UsageError
     from headrace_operations.controls.kinds import CONTROLS, only_source, reward_sources
 
@@ -150,6 +152,9 @@ def _write_report(report: Report, folder: Path, *, json: bool) -> None:
     rows += [(row.control.name, _number(row.score), row.gain_text, row.verdict) for row in report.rows]
     title = f"{report.experiences} experiences, ± one standard error"
     console().print(table(["control", "held-out score>", "gain>", "against the base"], rows, title))
+    console().print(f"sampled by {report.version}, which must be trainer.base")
+    if report.later:
+        console().print(f"left out: {report.later} experiences of later versions, which teach with any reward")
     for problem in report.problems:
         console().print(f"[red]unexpected[/]: {problem}")
     for advice in report.advice:

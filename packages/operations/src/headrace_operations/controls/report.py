@@ -95,8 +95,21 @@ _ONE_SEED = (
 class Report:
     """Results of all controls and of the base, in the order of training."""
 
-    def __init__(self, experiences: int, base: Sequence[Score], runs: Sequence[Run]) -> None:
+    def __init__(
+        self, experiences: int, base: Sequence[Score], runs: Sequence[Run], version: str = "", later: int = 0
+    ) -> None:
+        """Compare the runs with the base.
+
+        Args:
+            experiences: number of experiences on which each control trained.
+            base: scores of the base.
+            runs: results of the trainings.
+            version: version that sampled all these experiences.
+            later: number of experiences of other versions, which are left out.
+        """
         self.experiences = experiences
+        self.version = version
+        self.later = later
         self.base = mean([base])
         by_control: dict[str, list[Run]] = {}
         for run in runs:
@@ -128,6 +141,8 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         return {
             "experiences": self.experiences,
+            "version": self.version,
+            "left_out_of_later_versions": self.later,
             "base": self.base.report(),
             "controls": [
                 {

@@ -36,10 +36,21 @@ Tick = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Recording:
+    """Experiences on which all controls train."""
+
+    experiences: Sequence[Experience]
+    version: str
+    """Version that sampled all of them; empty without experiences."""
+    later: int
+    """Number of experiences that are left out because another version sampled at least a part of them."""
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """Request of control experiments. `settings` are those of the command line; the file `config` has all others."""
 
-    experiences: Sequence[Experience]
+    recording: Recording
     controls: Sequence[Control]
     seeds: int
     plays: int
@@ -81,7 +92,7 @@ def check(request: Request) -> None:
     for name, remedy in required.items():
         if not overrides.get(name):
             raise UsageError(f"{name} is not set: {remedy}")
-    if not request.experiences:
+    if not request.recording.experiences:
         raise UsageError(
             f"no experience of model {overrides.get('trainer.model') or 'headrace'} in the range has a reward; "
             "name another range, or another model with --set trainer.model=NAME"
@@ -112,7 +123,8 @@ async def run(request: Request, tick: Tick) -> Report:
             tick(f"playing: {training.control.name}", number, total + 1)
             scores = await _measure(request, server, training.run.base, training.run.last)
             runs.append(Run(training.control, training.seed, training.run, scores))
-    return Report(len(request.experiences), base_scores, runs)
+    recording = request.recording
+    return Report(len(recording.experiences), base_scores, runs, recording.version, recording.later)
 
 
 def _with_base_folder(request: Request) -> Request:
@@ -126,7 +138,7 @@ def _with_base_folder(request: Request) -> Request:
 
 async def _train(request: Request, control: Control, seed: int) -> ShortRun:
     """Train one control in a process of its own. Each seed but the first has another order of the experiences."""
-    experiences = list(request.experiences)
+    experiences = list(request.recording.experiences)
     if seed:
         random.Random(f"order {seed}").shuffle(experiences)
     changed = control.change(experiences, random.Random(f"{control.name} {seed}"))
@@ -213,10 +225,16 @@ def _event(path: Path, number: int, line: str) -> Experience | None:
         raise UsageError(f"{path}, line {number}: is not an experience of `headrace replay events`: {reason}") from None
 
 
-def select_trainable(experiences: Iterable[Experience], model: str, count: int) -> list[Experience]:
-    """Return the newest revision of each branch of `model` that has a reward, in order of the first revisions.
+def select_trainable(experiences: Iterable[Experience], model: str, count: int) -> Recording:
+    """Select the newest revision of each branch of `model` that has a reward and was sampled by the first version only.
 
-    At most the last `count` are returned.
+    Answers of later versions contain what training has taught. A model that imitates them improves with any reward,
+    because a clipped loss raises rare answers with a positive advantage more than it lowers those with a negative one.
+
+    Args:
+        experiences: all experiences of the recording, in the order of their times.
+        model: name of the trained model.
+        count: maximum number of experiences; the last ones are selected, in order of their first revisions.
     """
     latest: dict[str, Experience] = {}
     for experience in experiences:
@@ -226,10 +244,14 @@ def select_trainable(experiences: Iterable[Experience], model: str, count: int) 
             latest[experience.experience_id] = (
                 experience if branch is experience.branch else experience.model_copy(update={"branch": branch})
             )
-    trainable = [
-        experience for experience in latest.values() if experience.reward is not None and experience.branch is not None
-    ]
-    return trainable[-count:]
+    versions = {
+        key: {span.version for span in experience.branch.spans}
+        for key, experience in latest.items()
+        if experience.reward is not None and experience.branch is not None
+    }
+    first = next((min(several) for several in versions.values()), "")
+    selected = [latest[key] for key, several in versions.items() if several == {first}]
+    return Recording(selected[-count:], first, len(versions) - len(selected))
 
 
 _SERVICES = ("broker", "gateway", "inference")
