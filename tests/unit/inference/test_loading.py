@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -190,6 +191,30 @@ def test_a_recording_that_differs_is_not_used(models: Models, monkeypatch: pytes
     monkeypatch.setattr(program, "forward", branching)
     model = loader().load(models.first.folder, models.first.manifest, None, None)
     assert not model.program.traced
+
+
+@pytest.mark.parametrize(("share", "is_used"), [(1e-6, True), (1e-3, False), (math.nan, False)])
+def test_roundings_of_large_logits_are_accepted_in_a_recording(
+    models: Models, monkeypatch: pytest.MonkeyPatch, share: float, is_used: bool
+) -> None:
+    """A model of 135 million parameters differs by 1e-4 where its logits are 30, which is a few roundings."""
+    from headrace_inference.torch_engine import program
+
+    def large(module: torch.nn.Module, *inputs: torch.Tensor) -> torch.Tensor:
+        return forward(module, *inputs) * 1000
+
+    def rounded(module: torch.nn.Module, _scratch: object) -> program.Program:
+        exact = direct(module)
+
+        def prefill(*inputs: object) -> torch.Tensor:
+            return exact.prefill(*inputs) * (1 + share)
+
+        return program.Program(exact.decode, prefill, traced=True)
+
+    monkeypatch.setattr(program, "forward", large)
+    monkeypatch.setattr(program, "_trace", rounded)
+    model = loader().load(models.first.folder, models.first.manifest, None, None)
+    assert model.program.traced == is_used
 
 
 def test_versions_of_one_architecture_share_one_recording(models: Models) -> None:
