@@ -248,10 +248,10 @@ class RecordedBatch(Model):
 
 
 def recorded_batches(accounts: Iterable[TrainingMetrics]) -> tuple[RecordedBatch, ...]:
-    """Return all batches of a lineage.
+    """Return the batches that a lineage trained, in order.
 
     Args:
-        accounts: the accounts of the lineage in order, each once.
+        accounts: training reports of the lineage in order, each once.
     """
     batches: list[RecordedBatch] = []
     steps = 0
@@ -266,7 +266,7 @@ def recorded_batches(accounts: Iterable[TrainingMetrics]) -> tuple[RecordedBatch
 
 
 class DryRunBatch(Model):
-    """A batch that the trainer would cut."""
+    """Batch that the trainer would form in a dry run: the number of its experiences and a digest of its content."""
 
     experiences: int
     digest: Sha256

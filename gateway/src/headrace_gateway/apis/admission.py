@@ -43,7 +43,7 @@ def _requests_of(event: Event) -> int:
 
 @dataclass(frozen=True, slots=True)
 class AdmittedRequest:
-    """A request that was admitted."""
+    """A request whose key, size and rate limits were checked, with its caller and body."""
 
     caller: Caller
     headers: Mapping[bytes, bytes]

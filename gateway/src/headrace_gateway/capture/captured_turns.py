@@ -223,7 +223,7 @@ def captured_turn(
 
 
 def read_turn(turn: Turn) -> CapturedTurn:
-    """Return the parts of a whole turn of an earlier process. Its line counts as new."""
+    """Convert a complete turn that an earlier process captured to the form in which it is remembered."""
     encoded = [message_json(message) for message in turn.messages]
     digests = message_digests(encoded)
     last = digests[-_DIGEST_BYTES:]

@@ -37,7 +37,7 @@ class ChoiceLogprobs(EngineModel):
 
 
 class EngineUsage(EngineModel):
-    """`usage`."""
+    """Object `usage` of a replica's response: numbers of tokens."""
 
     prompt_tokens: int
     completion_tokens: int

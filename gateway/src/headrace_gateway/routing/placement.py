@@ -100,13 +100,18 @@ class Placement:
         return None
 
     def has_time(self, call: ChatCall, load_max: float) -> bool:
-        """Return whether the replica for the call has so many free slots that no user would wait because of the
-        call."""
+        """Return whether background work may call the replica now: its load is below `load_max`, so that no user has to
+        wait.
+        """
         upstream = self.choose(call)
         return upstream is not None and upstream.member.load < load_max
 
     def resume(self, call: ChatCall, version: str, avoid: frozenset[str], *, with_tokens: bool) -> Upstream | None:
-        """Return a replica that can resume a stream, with the version of the stream, or None."""
+        """Return a replica that can continue a stream with the same version after its replica failed, or None.
+
+        Args:
+            with_tokens: whether the replica must continue from the exact tokens that were sampled so far.
+        """
         member = self._pick(call, version, avoid, begun=True, resuming=with_tokens)
         return Upstream(version, member) if member else None
 

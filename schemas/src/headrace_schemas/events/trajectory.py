@@ -250,7 +250,7 @@ NoReward = Literal["no_reward", "required_source_missing", "withdrawn"]
 
 
 class RewardPart(Model):
-    """The contribution of one source to the total reward."""
+    """Contribution of one source to the combined reward: its value and weight."""
 
     source: Text
     value: Total

@@ -173,7 +173,9 @@ class ChartPoint(Model):
 
 
 class ShadowState(Model):
-    """Result of the shadow phase of a rollout, available once the phase is over."""
+    """Result of a rollout's shadow phase, in which the candidate answered users' prompts unseen; available once it is
+    over.
+    """
 
     prompts: Annotated[int, Field(ge=0)]
     """Number of prompts that were taken from users' sessions."""

@@ -201,7 +201,9 @@ class LineageOutcomes:
         return outcome.dropped is not None
 
     def undo(self, undone: Undone) -> bool:
-        """Revert an outcome. Return False if there was nothing to revert."""
+        """Revert the training outcome of a revision, because the weights went back to an earlier version. Return False
+        if there was nothing to revert.
+        """
         outcome = self.outcomes.pop(undone.revision, None)
         was_held = outcome is not None and (outcome.dropped is None or undone.queued)
         # An earlier report may have undone the revision without queueing it; now it is queued after all.

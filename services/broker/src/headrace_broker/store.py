@@ -81,7 +81,7 @@ class Store:
         self._guard.record_commit(db)
 
     def close(self) -> None:
-        """Make a checkpoint, close the file and release its lock."""
+        """Write the write-ahead log into the database (checkpoint), close the file and release its lock."""
         with contextlib.suppress(sqlite3.Error):
             self._guard.checkpoint(self._base_connection)
         self._base_connection.close()

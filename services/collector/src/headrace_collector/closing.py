@@ -236,7 +236,9 @@ async def _close(
 async def _refuse_unresolved(
     tx: AsyncConnection, now: datetime, prompts: Prompts, turn_ids: Collection[str]
 ) -> list[Event]:
-    """Close the turns of a run whose references cannot be followed, and return their dead letters."""
+    """Close those turns of a run whose prompt cannot be restored, because the turn they extend is missing. Return their
+    dead letters.
+    """
     letters: list[Event] = []
     for turn_id in sorted(prompts.unresolved.keys() & set(turn_ids)):
         letters += await _dead_letter_turns(tx, now, [turn_id], prompts.unresolved[turn_id], UNRESOLVED)

@@ -257,9 +257,8 @@ async def close_turns(tx: AsyncConnection, turn_ids: Collection[str], trajectory
 
 
 async def mark_used(tx: AsyncConnection, event_ids: Collection[str], now: datetime) -> None:
-    """Mark feedback that concerns neither an open nor a later run, so that it can be deleted.
-
-    `event_ids` are those of its rows.
+    """Mark stored feedback, by its event ids, as no longer needed by any open or later run, so that it can be
+    deleted.
     """
     if event_ids:
         used = update(feedback).where(feedback.c.event_id.in_(event_ids), feedback.c.used_ms.is_(None))

@@ -90,7 +90,8 @@ async def delete_old_rows(tx: AsyncConnection, now: datetime, settings: Collecto
 
 
 async def check_feedback_targets(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:
-    """Check the targets of feedback that has waited long enough; dead-letter feedback without a target.
+    """Check whether feedback that has waited for `feedback_wait_s` refers to a known turn or session; dead-letter it if
+    not.
 
     Only the oldest feedback is checked: where a partition of `turns` lags, all later feedback waits with it.
     """

@@ -160,7 +160,7 @@ class TurnTraining:
 
 
 async def turn_training(tx: AsyncConnection, turn: Row) -> TurnTraining:
-    """Return the outcomes of training for a turn, from at most 64 of its experiences."""
+    """Return how a turn was trained, from at most 64 of its experiences: outcomes, advantages and steps."""
     experiences = await experiences_of_turn(tx, turn)
     histories = [history_of(experience["history"]) for experience in experiences]
     steps = await steps_of(tx, {(entry.lineage, entry.save) for history in histories for entry in history})

@@ -86,7 +86,7 @@ class Lens:
         return any(self.turn.choices[self.choice].logprobs) or self.turn.sampling.drawn
 
     def first_window(self) -> int:
-        """Return the position of the first token that the first page shows."""
+        """Return the index of the token at which the first page begins, shortly before the answer."""
         return max(0, self.prompt_length - _LEAD)
 
     def tokens(self, start: int, stop: int, colour: str) -> list[LensToken]:

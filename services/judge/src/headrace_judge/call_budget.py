@@ -39,7 +39,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class BudgetLimit:
-    """A limit that forbids the next call. Its text names the setting."""
+    """Limit of the judge's budget that forbids the next call. Its text names the setting."""
 
     setting: str
     limit: int

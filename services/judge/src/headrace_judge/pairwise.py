@@ -33,7 +33,9 @@ all calls of a tenant."""
 
 
 class PairwiseComparisons:
-    """Operations on contests in the database. All methods run in the caller's transaction."""
+    """Pairwise comparisons of runs of the same task, as the database stores them. All methods run in the caller's
+    transaction.
+    """
 
     def __init__(self, jobs: Jobs, settings: PairSettings) -> None:
         self._jobs = jobs
@@ -79,7 +81,7 @@ class PairwiseComparisons:
         return None
 
     async def load_pair(self, tx: AsyncConnection, task: PairTask) -> tuple[RunToJudge, RunToJudge] | None:
-        """Return the two runs of a pair; None if the pair was deleted."""
+        """Return the two runs of a queued comparison, or None if it was deleted in the meantime."""
         row = await _pair(tx, task)
         if row is None:
             return None

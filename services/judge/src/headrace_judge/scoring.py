@@ -73,7 +73,9 @@ def equal(rubric: Rubric) -> Judgement:
 
 
 def swapped(judgement: Judgement) -> Judgement:
-    """Return the judgement of a pair for its second run, from that for its first run."""
+    """Return the judgement of a comparison from the view of the second run: each score is replaced by 1 minus the
+    score.
+    """
     if judgement.value is None:
         return judgement
     criteria = {name: 1 - value for name, value in judgement.criteria.items()}

@@ -228,9 +228,8 @@ Corrections = Mapping[EntryKey, str]
 
 @dataclass(frozen=True, slots=True)
 class AnswerRemarks:
-    """What feedback says about single answers of one branch, in the order of its turns.
-
-    An answer may have a reward of its own and a corrected text, and may be preferred or rejected.
+    """Feedback about single answers of one branch, in the order of its turns: rewards, corrected texts and
+    preferences.
     """
 
     turn_rewards: tuple[TurnReward, ...] = ()

@@ -159,7 +159,12 @@ class Rescoring:
         self._spool = TemporaryLines()
 
     def add_line(self, word: str, value: bytes) -> None:
-        """Store a line `feedback`, `reward` or `closed`. Raises `InvalidEvent`, and `ValueError` for another word."""
+        """Store an input line of the program: `feedback`, `reward` or `closed` (the end of a run).
+
+        Raises:
+            InvalidEvent: the content is invalid.
+            ValueError: the word is another one.
+        """
         if word == "feedback":
             placed = _placed(FeedbackLine.model_validate_json(value))
             event = placed.event
@@ -227,7 +232,9 @@ class Rescoring:
         return ()
 
     async def learned_experiences(self) -> AsyncIterator[Experience]:
-        """Fit the reward model to the accepted runs, and yield the experiences of these runs with its rewards."""
+        """Fit the reward model to the accepted runs, and yield their experiences with the rewards that it
+        gives.
+        """
         if self._learning is None:
             return
         await self._learning.fit()

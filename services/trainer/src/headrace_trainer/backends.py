@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Kind of learner that a package announces. `settings` is the class of its own section `[trainer.<name>]`."""
+    """Registration of a kind of learner by a package, for example torch or Ray. `settings` is the class of its own
+    section `[trainer.<name>]`.
+    """
 
     open: Callable[[Path, TrainerSettings], Learner]
     """Opens a learner from the folder that the lineage began with, which is removed once it returns. It raises

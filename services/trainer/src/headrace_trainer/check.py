@@ -93,8 +93,9 @@ def notes(common: Common, settings: TrainerSettings) -> list[str]:
 
 
 def suggest(common: Common, settings: TrainerSettings) -> dict[str, JsonValue]:
-    """Return suggested values of settings that depend on the size of the base; none while it is not fetched or
-    converted."""
+    """Suggest values of settings that depend on the size of the base model; empty if the model is not downloaded or
+    converted yet.
+    """
     folder = _find_folder(settings.base, common.data_dir, check_hub=False)
     return suggestions(folder, settings) if folder is not None else {}
 

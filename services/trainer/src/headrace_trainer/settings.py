@@ -125,7 +125,7 @@ class NativeSettings(Section):
 
 
 class TeacherSettings(Section):
-    """The teacher of `on_policy_distill`."""
+    """Teacher of the algorithm `on_policy_distill`: another model whose logprobs grade each token."""
 
     model: str = ""
     """A model's folder with the token ids of `trainer.base`, or the address of an endpoint (`http://host:port`) that

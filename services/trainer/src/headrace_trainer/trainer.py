@@ -318,7 +318,7 @@ class Trainer:
             await self._remove_excluded(event.version, state)
 
     async def _remove_excluded(self, version: str, state: LineageState) -> None:
-        """Drop waiting answers of an excluded version, and queue corrections for those that were trained."""
+        """Drop waiting answers of a version that was rolled back, and queue the reversal of those already trained."""
         state.sweep()
         revisions = control.find_excluded_contributions(state, version)
         experiences = await self._read_again(state.bus_positions(revisions))

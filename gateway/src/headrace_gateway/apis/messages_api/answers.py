@@ -152,7 +152,11 @@ class MessageWriter(PartWriter[_OpenBlock]):
         self._prompt_tokens = 0
 
     def add(self, answer: EngineAnswer, version: str, *, streamed: bool) -> list[Json]:
-        """Return the events of a chunk. `streamed`: its choices have deltas, else messages."""
+        """Convert a chunk of a replica's answer to events of the Messages API.
+
+        Args:
+            streamed: whether the chunk's choices have deltas instead of whole messages.
+        """
         events: list[Json] = []
         self._usage = answer.usage or self._usage
         self._prompt_tokens = self._prompt_tokens or len(answer.prompt_token_ids or ())

@@ -65,7 +65,7 @@ class ToolChoiceParam(Model):
 
 
 class OutputFormat(Model):
-    """`output_config.format`."""
+    """Request field `output_config.format`: the JSON schema that the answer must fit."""
 
     model_config = ConfigDict(extra="ignore")
 

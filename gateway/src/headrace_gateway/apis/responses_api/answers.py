@@ -208,7 +208,7 @@ def is_stored(request: ResponsesRequest) -> bool:
 
 
 class Responses:
-    """The answers to one request of `POST /v1/responses`.
+    """Format of the answers of `POST /v1/responses`, for one request.
 
     Args:
         parsed: The request.

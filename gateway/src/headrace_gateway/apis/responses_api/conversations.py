@@ -72,7 +72,7 @@ M = TypeVar("M", _NewConversation, _Update, _NewItems)
 
 @dataclass(frozen=True, slots=True)
 class _Added:
-    """Items that a request adds, and the most bytes that a conversation may have for its caller."""
+    """Items to be added to a conversation, and the size in bytes that the conversation may have for this caller."""
 
     items: list[NamedItem]
     size_bytes: int

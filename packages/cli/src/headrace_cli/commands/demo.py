@@ -179,7 +179,11 @@ def _play_seeds(count: int, recipe: Recipe, options: Options, *, keep: bool, pat
 
 
 def _play(recipe: Recipe, options: Options, reporter: ConsoleReporter, *, keep: bool) -> Report:
-    """Play one seed. `keep` keeps the data of the services in `options.data_dir`."""
+    """Run the demo once, with one seed, and return its report.
+
+    Args:
+        keep: whether to keep the data of the services in `options.data_dir`.
+    """
     import asyncio
     import shutil
     import tempfile

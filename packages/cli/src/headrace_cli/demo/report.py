@@ -147,7 +147,9 @@ def draw_chart(report: Report, title: str, path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SeedsReport:
-    """Reports of all seeds, and the promises: those about measures for the medians, the others for each seed."""
+    """Results of a demo with several seeds, and whether each promised figure holds: for the median of the seeds or for
+    each.
+    """
 
     title: str
     seeds: tuple[Report, ...]

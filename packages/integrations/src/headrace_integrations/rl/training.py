@@ -136,7 +136,9 @@ class OnlineTrainer:
         return self.stack.serving() != self.version
 
     def update_agent_model(self) -> str | None:
-        """Store the version that serves now and return it. The agent's next session uses it also without this call."""
+        """Take note of the version that serves now, and return it. The agent's next session uses it also without this
+        call.
+        """
         self.version = self.stack.serving()
         return self.version
 

@@ -296,7 +296,7 @@ class VersionServer:
             await asyncio.sleep(_POLL_S)
 
     async def _ready(self, version: str) -> bool:
-        """Return whether the last heartbeat reports the version as ready."""
+        """Return whether the replica's last heartbeat reports that it has loaded the version."""
         last: Replica | None = None
         async with connected(self._bus) as topics:
             async for entry in topics.read(Range(Replica.topic)):

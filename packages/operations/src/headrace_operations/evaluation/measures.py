@@ -114,7 +114,7 @@ def success(task: EvaluationTask, played: Playthrough) -> bool | None:
 
 
 def steps(_task: EvaluationTask, played: Playthrough) -> float:
-    """Return the number of model calls."""
+    """Return how many calls of the model the agent needed for the task."""
     return float(len(played.answers))
 
 

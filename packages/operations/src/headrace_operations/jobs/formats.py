@@ -36,7 +36,7 @@ ROW_FORMATS: Registry[RowFormat] = Registry("row_formats", RowFormat, "row forma
 
 @dataclass(frozen=True)
 class RowReader:
-    """Reader of the rows of one source.
+    """Parser of data set rows in one of the supported formats, for example chats or preferences.
 
     Args:
         columns: column name of the format to column name of the source.

@@ -56,7 +56,7 @@ class _Strict(BaseModel):
 
 
 class TrainingStage(_Strict):
-    """One stage: a job on `sources`, or online training on the traffic of a program."""
+    """One stage of a training recipe: a job on the data `sources`, or online training while a program plays."""
 
     algorithm: str
     sources: tuple[str, ...] = ()

@@ -91,7 +91,7 @@ class Reader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TrainedOn:
-    """One experience revision that the weights of a version contain.
+    """One experience on which the weights of a version were trained, at one revision of its reward.
 
     Fields are None if the topic has deleted the event.
     """

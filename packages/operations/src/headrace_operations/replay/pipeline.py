@@ -26,7 +26,7 @@ _TICK = 200
 
 
 class _ModelField(BaseModel):
-    """The model of an experience, parsed without the other fields."""
+    """Parser that reads only the model's name from an experience."""
 
     model: str
 

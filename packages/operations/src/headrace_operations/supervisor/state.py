@@ -188,7 +188,7 @@ class HealthAnswer(NamedTuple):
 
 
 def request_health(url: str, timeout_s: float) -> HealthAnswer | None:
-    """Request the health of a service; return None if it does not answer in time."""
+    """Request `/health` of a service; return None if it does not answer in time."""
     try:
         status, body = get(f"{url}/health", timeout_s, _BYTES_MAX)
     except (OSError, http.client.HTTPException):

@@ -221,7 +221,9 @@ class TimedProtocol(H11Protocol):
             cycle.message_event.set()
 
     def _linger(self) -> None:
-        """Close after `_LINGER_S`, because data that arrives at a closed socket would discard the sent response."""
+        """Close the connection after `_LINGER_S` seconds and not at once, because data that arrives at a closed socket
+        would discard the response.
+        """
         self._is_refused = True
         self._wait_for(None)
         self.transport.write_eof()

@@ -130,7 +130,7 @@ def complete(model: type[M]) -> type[M]:
 
 @cache
 def _with(model: type[Section], inner: tuple[tuple[str, type[Section]], ...]) -> type[Section]:
-    """Return the subclass of `model` with the inner sections.
+    """Return a subclass of a section's class to which plug-ins' inner sections were added as fields.
 
     Equal arguments give one class, so settings compare equal.
     """

@@ -249,7 +249,9 @@ class BlobStore:
         return inner
 
     def areas(self, folder: str) -> list[str]:
-        """Return the names of the areas directly in `folder`, sorted. Raises `Unavailable`."""
+        """Return the sorted names of the areas (one folder per owner of a lineage) in `folder`. Raises
+        `Unavailable`.
+        """
         return [name for name, kind in self._names(f"{self._root}/areas/{folder}") if kind == "directory"]
 
     def remove_area(self, name: str) -> None:

@@ -77,9 +77,14 @@ class ItemIsolation:
         otherwise: T,
         fail: Callable[[str], Awaitable[object]] | None = None,
     ) -> T:
-        """Run `work` and return its result, or `otherwise` if it raises.
+        """Run `work` for an item, and return its result; return `otherwise` if it raises, so that other items are not
+        affected.
 
-        `fail` gets the reason of the third failure.
+        Args:
+            item: name of the item, by which its consecutive failures are counted.
+            work: the work.
+            otherwise: result after a failure.
+            fail: called with the reason of the third consecutive failure.
         """
         try:
             outcome = await work()

@@ -117,7 +117,7 @@ class TenantLimits:
         return next(iter(self._over.values()))
 
     def reset(self) -> None:
-        """Forget the records of all tenants."""
+        """Reset the counters of refused records of all tenants."""
         self._limits.clear()
         self._over.clear()
 

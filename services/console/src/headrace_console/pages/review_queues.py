@@ -48,7 +48,7 @@ async def form(visit: Visit) -> Response:
 
 
 async def make(visit: Visit) -> Response:
-    """Store a queue, draw its first items, and redirect to it."""
+    """Create a review queue from a form, draw its first items, and redirect to its page."""
     form = await visit.fields((*_FIELDS, *FILTERS))
     name = form.get("name", "").strip()
     if QUEUE_NAME.fullmatch(name) is None:

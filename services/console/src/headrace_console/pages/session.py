@@ -287,7 +287,9 @@ def feedback_outcomes(
 
 
 def _target_of(event: Feedback) -> tuple[Any, ...]:
-    """Return the key of feedback: the last feedback with a key replaces all earlier feedback with it."""
+    """Return the key under which later feedback replaces earlier feedback: source, rater and the object that it is
+    about.
+    """
     pair = event.preference.pair if event.preference is not None else ()
     return event.source, event.metric, event.rater, event.about, event.level, event.choice, event.msg_ids, pair
 

@@ -140,7 +140,7 @@ class Batch:
         return self._names.number(event.lineage), event.account
 
     async def apply(self, log_events: Sequence[LogEvent]) -> None:
-        """Apply events, and write all rows that they change."""
+        """Apply a batch of events to the console's tables, and write all rows that they change."""
         events = [log_event.event for log_event in log_events]
         await self._begin()
         await self._load_named(events)

@@ -76,7 +76,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Number of a queue's items, and the number of them that each rater has rated."""
+    """Progress of a review queue: the number of its items, and how many of them each rater has rated."""
 
     items: int
     by_rater: Mapping[str, int]

@@ -31,7 +31,7 @@ _REPEATS_SEARCHED = 100
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Item of a queue as one rater sees it."""
+    """Item of a review queue (a session or a turn) with the state for one rater: verdicts and reservation."""
 
     name: bytes
     session: Row

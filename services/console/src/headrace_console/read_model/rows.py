@@ -221,7 +221,7 @@ class RowSet(Generic[R]):
         self._removed.append(row.id)
 
     async def begin(self, tx: AsyncConnection) -> None:
-        """Read from the table which number the next new row gets."""
+        """Read the highest id of the table, after which new rows are numbered."""
         last = await tx.scalar(select(func.max(self._table.c.id)))
         self._next_id = (last or 0) + 1
 

@@ -158,7 +158,7 @@ class SideRows:
         hour.total += sign * (row["value"] or 0.0)
 
     def add_feedback(self, session: SessionRow, partition: int, offset: int, at_ms: int) -> None:
-        """Add the row of a record and set the day of its session, unless the record was read before."""
+        """Add a feedback record to its session, unless it was read before, and mark the session as changed today."""
         if (session.id, partition, offset) not in self._known_feedback:
             session.read_day = self._day
             self._feedback.append({"session": session.id, "partition": partition, "log_offset": offset, "at_ms": at_ms})

@@ -50,7 +50,9 @@ class ReasoningReader(Protocol):
     """Reader of the reasoning of one answer. The `ToolReader` reads the remaining text."""
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Read the next text, and return the new reasoning and the new answer text that later text cannot change."""
+        """Parse the next piece of an answer. Return the new text of the reasoning and of the answer, as far as later
+        text cannot change it.
+        """
 
     def end(self) -> tuple[str, str]:
         """Return the buffered text as reasoning and answer text. No text follows."""

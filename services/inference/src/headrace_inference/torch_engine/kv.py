@@ -23,7 +23,7 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class KVShape:
-    """Shape of the KV of one token in one architecture."""
+    """Dimensions of the cached attention keys and values (KV) of one token in a model architecture."""
 
     layers: int
     heads: int

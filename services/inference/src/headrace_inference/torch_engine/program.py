@@ -95,17 +95,22 @@ class RowCache:
 
 
 def forward(model: nn.Module, ids_RQ: Tensor, positions_RQ: Tensor, window_T: Tensor, kv: Tensor) -> Tensor:
-    """Return the logits of each row's last new token, float32 `[R, V]`, and write the KV of all new tokens to `kv`.
+    """Compute the next-token logits of each row (float32, `[R, V]`), and write keys and values of the new tokens into
+    the cache `kv`.
 
     Args:
-        window_T: 0 up to the last position that any row sees.
+        ids_RQ: new tokens of each row.
+        positions_RQ: their positions.
+        window_T: positions from 0 up to the last one that any row attends to.
         kv: `[2 * layers, R, heads, length, size]`.
     """
     return run(model, ids_RQ, positions_RQ, window_T, kv, keep=1)[:, -1]
 
 
 def run(model: nn.Module, ids_RQ: Tensor, positions_RQ: Tensor, window_T: Tensor, kv: Tensor, *, keep: int) -> Tensor:
-    """Run the forward pass, and return the logits of each row's last `keep` tokens, `[R, keep, V]`; 0 keeps all."""
+    """Compute the logits of each row's last `keep` new tokens, `[R, keep, V]` (0: of all), and extend the cache
+    `kv`.
+    """
     unseen = window_T > positions_RQ[:, None, :, None]
     mask = torch.zeros((), dtype=kv.dtype, device=kv.device).masked_fill(unseen, float("-inf"))
     output = model(
@@ -285,8 +290,9 @@ def _example(scratch: Scratch, rows: int, queries: int, past: int = 7) -> tuple[
 
 @torch.inference_mode()
 def _difference(program: Program, model: nn.Module, scratch: Scratch, context: int) -> float:
-    """Return the largest difference of logits and KV between the program and the model's own code, as a share of the
-    largest value, on shapes that were not traced."""
+    """Return the largest difference between the traced program and the model's own code, in logits and KV, on shapes
+    for which it was not traced, as a share of the largest value.
+    """
     weights = list(tensors_of(model).values())
     reference = direct(model)
     worst = 0.0

@@ -32,11 +32,12 @@ class RowSampler:
     def draw(
         self, running: SequenceOf[Sequence], special: int, logits: Tensor, plain: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return `plain`, or new draws if a row has constrained, penalised or truncated logits.
+        """Sample one token for each row: return `plain`, or sample again if a row has a grammar, biases, penalties or
+        truncation.
 
         Args:
             special: combined bits of all rows (`HELD` and others).
-            plain: ids, logprobs and all logprobs that the program has drawn.
+            plain: ids, logprobs and all logprobs that the traced program has sampled without these.
         """
         rows, count = self._rows, len(running)
         if not special & (HELD | PENALISED | TRUNCATED | BIASED):

@@ -39,7 +39,9 @@ priority of a user's choice is the number of unfinished choices of the tenant, s
 
 @dataclass(frozen=True, eq=False)
 class _Loaded:
-    """A version in its core. `adapter` is the LoRA request for vLLM; None for the core's own weights."""
+    """A version that a vLLM engine process (core) has loaded. `adapter` is its LoRA request; None for the core's own
+    weights.
+    """
 
     manifest: Manifest
     core: Core

@@ -63,9 +63,8 @@ def request_of(sampling: Sampling, start: Start, max_tokens: int, *, stream: boo
 
 
 def ranked_of(sampling: Sampling) -> int:
-    """Return how many top logprobs to request at each position, so that the tokens left by truncation are known.
-
-    0 without truncation.
+    """Return how many of the most likely tokens vLLM must report at each position, so that the tokens left by top-k,
+    top-p and min-p are known. 0 without such truncation.
     """
     if not sampling.truncated or not sampling.temperature:
         return 0

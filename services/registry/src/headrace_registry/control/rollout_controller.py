@@ -57,7 +57,9 @@ _POINTS_MAX = 120
 
 @dataclass(slots=True)
 class _RolloutStatistics:
-    """Statistics of one rollout in memory. A new process computes them again from the stored readings."""
+    """Statistics of one rollout in memory. After a restart they are computed again from the stored metric values of
+    units.
+    """
 
     evidence: Evidence
     last: int = 0

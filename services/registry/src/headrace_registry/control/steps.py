@@ -41,7 +41,11 @@ async def begin(
     reason: str,
     statistics: Mapping[str, float],
 ) -> None:
-    """Begin the rollout of a candidate that has passed the gate. Raises `NotAllowed`."""
+    """Begin the rollout of a candidate that has passed the gate: store it and its first traffic share.
+
+    Raises:
+        NotAllowed: the model's other rollouts do not permit it.
+    """
     tx, now = transition.tx, transition.now
     active = await rollout_store.rollouts_under_way(tx, model.model)
     if active:  # units stay where they are: one salt, one number of slots, one kind of unit

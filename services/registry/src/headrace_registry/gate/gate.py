@@ -174,7 +174,7 @@ class GateSession:
         return self._tasks.result()
 
     async def wait_for_tasks(self) -> None:
-        """Wait until the program has named its tasks. Raises `GateFailed`."""
+        """Wait until the gate program has sent the list of its tasks. Raises `GateFailed`."""
         await self._wait_for(self._tasks, "its tasks")
 
     async def play(self, version: str, task: str, seed: int) -> float:

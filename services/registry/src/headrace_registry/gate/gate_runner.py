@@ -71,7 +71,7 @@ class Roles:
     anchor: str | None
 
     def of(self, kind: RunKind) -> set[str | None]:
-        """Return the versions that a run of this kind may play."""
+        """Return the versions that may take part in a trial, or in an audit (a run of the held-out audit tasks)."""
         if kind is RunAudit:
             return {self.champion, self.previous}
         return {self.champion, self.candidate, self.anchor}

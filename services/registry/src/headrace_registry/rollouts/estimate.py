@@ -106,7 +106,7 @@ FOLDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Regression line, y = level + slope (x - centre)."""
+    """Regression line that predicts users' feedback from a judge's score: `level + slope * (score - centre)`."""
 
     level: float
     slope: float

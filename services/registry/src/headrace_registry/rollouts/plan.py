@@ -59,7 +59,9 @@ class Guardrail(Model):
 
     @property
     def measured(self) -> Metric:
-        """The guardrail's metric with these bounds. Raises `ValueError` if no package announces it."""
+        """The metric of the guardrail, limited to its bounds. Raises `ValueError` if no installed package provides
+        it.
+        """
         return metrics.metric_named(self.metric).within(self.bounds)
 
 
@@ -291,7 +293,8 @@ class UnitReading:
 
 
 def due_units(units: Iterable[Unit], now: datetime, age_s: float) -> list[Unit]:
-    """Return the units that have reached an age, in the order in which they are read.
+    """Return the units (users or sessions) that are old enough for their metrics to be computed, in the order of
+    computation.
 
     Args:
         now: time up to which all topics have been read, which is not a clock's time.

@@ -52,7 +52,7 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class RolloutDecision:
-    """Decision about one rollout: the step, with its reason and statistics."""
+    """Decision about one rollout, for example to advance or to roll back, with its reason and statistics."""
 
     kind: Kind
     version: str
@@ -99,7 +99,8 @@ class ModelRolloutState:
         return next((slot for slot in range(plan.slots) if slot not in used), None)
 
     def barred_by(self, version: str) -> str | None:
-        """Return the rolled-back version that bars `version`: itself or an ancestor. None if it is not barred.
+        """Return the rolled-back version because of which `version` may not serve: itself or an ancestor. None if it
+        may.
 
         The champion and its ancestors have been accepted since, so they bar none of their descendants.
         """

@@ -57,7 +57,7 @@ class PromptRecord:
 
 @dataclass(frozen=True, slots=True)
 class ShadowPhase:
-    """Fields of a rollout in the shadow by which turns are sampled."""
+    """A rollout in its shadow phase, with what is needed to decide which users' prompts its candidate answers again."""
 
     rollout_id: str
     control: str

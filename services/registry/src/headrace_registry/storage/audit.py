@@ -46,7 +46,7 @@ def requester(request: Request, common: Common) -> Requester:
 
 
 async def add_entry(tx: AsyncConnection, now: datetime, model: str, act: AuditedAction) -> None:
-    """Store the action in the transaction of the change."""
+    """Add an operator's action to the audit log, in the same transaction as the change."""
     values = {
         "at_ms": epoch_ms(now),
         "principal": act.requester.principal,

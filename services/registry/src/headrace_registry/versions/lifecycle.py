@@ -50,7 +50,9 @@ class RunTrial:
 
 @dataclass(frozen=True, slots=True)
 class RunAudit:
-    """Action: measure a version on the audit tasks. No decision depends on it."""
+    """Action of the registry: let a version play the audit tasks, held-out tasks by which progress is measured and on
+    which no decision depends.
+    """
 
     version: str
 

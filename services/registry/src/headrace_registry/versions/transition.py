@@ -271,7 +271,7 @@ class Transition(StateChanges):
         return barred
 
     async def request(self, version: VersionRecord, request: Request, rollout: str | None = None) -> None:
-        """Store an operator's request to promote this version, which makes it the next candidate."""
+        """Store an operator's request to promote a version, which thereby becomes the next candidate."""
         request_values = {"request": request, "rollout": rollout}
         if version.state in ("probing", "evaluating"):
             statement = update(VERSIONS).where(VERSIONS.c.version == version.version).values(request_values)

@@ -35,7 +35,8 @@ def feature_table(columns: Sequence[Column], runs: Iterable[Features]) -> Array:
 
 
 def columns_of(thumbed: Sequence[Features], unrated: Sequence[Features]) -> tuple[list[Column], list[str]]:
-    """Choose the columns to learn from, and return the features refused because they reveal whether a run has a thumb.
+    """Choose the features from which a reward model learns, and return them with those that are refused because they
+    reveal whether a run has a thumb.
 
     The features that most runs have come first, up to `COLUMNS_MAX` columns.
     """

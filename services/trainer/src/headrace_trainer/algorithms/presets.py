@@ -57,7 +57,9 @@ OFFERED = Needs(groups=True, logprobs=True, demonstrations=True, turn_rewards=Tr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """Parts of an experience that an algorithm trains. An experience without any of them is dropped as `no_signal`."""
+    """Kinds of training signals that an algorithm uses, such as rewards, edits or preferences. An experience without
+    any of them is dropped as `no_signal`.
+    """
 
     rewards: bool = True
     """The branch, by its reward. Without a reward it is not trained."""

@@ -131,7 +131,9 @@ def training_outcome(
 
 
 def _turn_advantages(record: TrainedExperience, rules: CorrectionRules) -> list[TurnAdvantage]:
-    """Return the mean advantage of each turn of a branch over its tokens; empty where the branch has only one."""
+    """Return for each turn of a branch the mean of its tokens' advantages; empty if the branch was trained with a
+    single advantage.
+    """
     branch = record.waiting.experience.branch
     trained = None if branch is None or not record.turns else rules.trained_branch(branch)
     if trained is None:

@@ -106,7 +106,12 @@ def set_of_ids(ids: Sequence[int], vocabulary: int) -> TokenSet:
 
 
 def set_of_bits(words: NDArray[np.int32], vocabulary: int) -> TokenSet | None:
-    """Return the set of a grammar's mask, token `t` being bit `t % 32` of word `t // 32`; None if all are allowed."""
+    """Convert the bit mask of allowed tokens that a grammar returns to a set of token ids; None if all are allowed.
+
+    Args:
+        words: the mask, token `t` being bit `t % 32` of word `t // 32`.
+        vocabulary: number of token ids.
+    """
     octets = words.astype("<i4", copy=False).view(np.uint8)[: (vocabulary + 7) // 8].copy()
     if vocabulary % 8:
         octets[-1] &= (1 << vocabulary % 8) - 1
@@ -321,7 +326,7 @@ class SetBuilder:
             raise SetsUnknown("grammar") from None
 
     def _open_library(self, end_id: int) -> Any:
-        """Return the base's vocabulary as replicas read it: through transformers, which may add tokens."""
+        """Open the tokenizer of the base model for the grammar library, with the same vocabulary as replicas use."""
         from transformers import AutoTokenizer
 
         from headrace_runtime.grammars import vocabulary

@@ -33,7 +33,9 @@ _MEASURES = {
 
 
 class TrainingStopped(HeadraceError):
-    """A limit of `[trainer.health]` was passed in a run that nobody can resume, for example a job."""
+    """Raised when a step exceeds a limit of `[trainer.health]` in a process that no operator can resume, for example a
+    job.
+    """
 
 
 class Stop(Model):

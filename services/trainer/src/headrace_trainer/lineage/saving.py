@@ -260,7 +260,9 @@ def sum_bytes(points: Iterable[Tensors]) -> int:
 
 
 class DiskRoom:
-    """Check that the disk of the blob store has free space for a save. A store that is no folder always has enough."""
+    """Guard that delays a save until the disk of the blob store has space for it. A store that is no folder always has
+    enough.
+    """
 
     def __init__(self, blobs: BlobStore, clock: Clock, free_bytes_min: int | None) -> None:
         self._blobs = blobs

@@ -302,7 +302,7 @@ class LineageStore:
             raise CorruptBlob(self._add_remedy(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")) from None
 
     def _sweep(self, pointer: Pointer) -> None:
-        """Remove the blobs of former owners. Such owners cannot save any more, and write only into their own areas."""
+        """Delete files that former owners of the lineage left in their own areas. They cannot save any more."""
         needed = set(pointer.epochs.items())
         for name in self._blobs.areas(self._areas):
             epoch = int(name)

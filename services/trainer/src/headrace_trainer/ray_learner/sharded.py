@@ -126,7 +126,7 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Reshard all weights, so that each rank holds only its own part."""
+    """Free the weights gathered for the last pass, so that each rank holds only its own shard."""
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.reshard()

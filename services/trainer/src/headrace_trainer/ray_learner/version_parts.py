@@ -217,7 +217,7 @@ def _entries(plan: WritePlan, bare: Mapping[str, Tensor]) -> _Files | None:
 
 
 def _broadcast(files: _Files | None, *, sharded: bool) -> _Files | None:
-    """Send the first rank's entries to all ranks."""
+    """Send the first rank's plan of the files to all ranks, if the weights are sharded."""
     if not sharded:
         return files
     broadcast: list[_Files | None] = [files]

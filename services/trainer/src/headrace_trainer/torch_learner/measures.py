@@ -54,7 +54,9 @@ class Measures:
         self.losses.append(loss_N)
 
     def slopes_by_row(self) -> dict[str, float]:
-        """Return the slopes by the rows' names; empty where the loss is linear."""
+        """Return the factor of each row's policy gradient by the row's name; empty for a loss that is linear in the
+        logprobs.
+        """
         return {
             name: value
             for pack, slope_R in self.slopes

@@ -108,9 +108,10 @@ def integers(settings: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def _row(config: Any, length: int, points: list[int], seed: int) -> Row:
-    """Return a row of random tokens without special ones.
+    """Return a row of random ordinary tokens for the comparison of logprobs.
 
-    Its loss tokens are those at its begin and its end, and those after each point.
+    Its loss tokens are at its beginning, at its end, and around each of `points`, where an error of the attention would
+    show.
     """
     special = {value for name, value in integers(config.to_dict()) if "token_i" in name}
     ordinary = np.setdiff1d(np.arange(config.vocab_size), list(special))

@@ -30,7 +30,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def freeze(
     policy: Policy, optimizer: Optimizer, lineage: str, token_estimator: Mapping[str, Tensor] | None = None
 ) -> Frozen:
-    """Return the learner's state as bytes. Equal tensors give equal bytes.
+    """Copy weights, optimizer and the state of the token estimator into bytes in safetensors format. Equal tensors give
+    equal bytes.
 
     Args:
         token_estimator: state of the estimator of token advantages; None without one.

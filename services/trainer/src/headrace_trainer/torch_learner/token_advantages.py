@@ -61,7 +61,8 @@ def shares(tokens: int, gamma: float, lam: float) -> Floats:
 
 
 class Critic:
-    """`TokenAdvantageEstimator` that learns the expected reward at each token.
+    """Critic: a learned linear model of the expected reward at each token, from which advantages of tokens are
+    computed.
 
     It is 0 everywhere at first, and draws no random numbers.
     """

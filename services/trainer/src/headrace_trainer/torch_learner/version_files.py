@@ -77,7 +77,7 @@ def save_weights(policy: Policy, folder: Path, weights: Mapping[str, Tensor]) ->
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Plan of the files that `save_weights` writes."""
+    """Contents of a version's files, as `save_weights` would write them: the tensors of each file, and index files."""
 
     files: Mapping[str, Mapping[str, Tensor]]
     """The tensors of each file, by their names in it. A tensor that is stored unchanged is the very object."""

@@ -34,7 +34,9 @@ _WORD = b"headrace trinity weights of lineage "
 
 
 class Pending(Model):
-    """Batch that was handed over to Trinity. The record is durable before Trinity can see the batch."""
+    """Batch that was handed over to Trinity-RFT and whose step is not confirmed yet. It is stored durably before
+    Trinity can see the batch, so that a crash neither loses nor repeats the step.
+    """
 
     start: Sha256
     """The weights that the batch was cut for."""

@@ -186,7 +186,9 @@ def hindsight_of(settings: AdvantageSettings) -> HindsightSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
-    """Reason why no step may be taken. `undecided`: the test may pass with more runs."""
+    """Reason why a step of `hindsight` may not be taken: the teacher's gain from replies is not proven. `undecided`:
+    more runs may prove it.
+    """
 
     why: str
     undecided: bool

@@ -217,7 +217,7 @@ def _rectangle(tensor: Tensor, part: Part) -> Tensor:
 
 
 def _strip(tensor: Tensor, part: Part) -> Tensor:
-    """Undo `_rectangle`."""
+    """Remove the padding that `_rectangle` added, and return the sequences one after the other."""
     rows = tensor.transpose(1, 2)
     if all(length == part.rounded_length for length in part.lengths):
         return rows.flatten(0, 1)

@@ -36,7 +36,9 @@ class NormFormula:
 
 
 def fuse(model: nn.Module) -> int:
-    """Replace the forward method of norms that compute a known formula. Return the number of these norms."""
+    """Replace the forward methods of RMS norms by a fused implementation where their formula is recognized. Return the
+    number of replaced norms.
+    """
     count = 0
     for module in model.modules():
         form = form_of(module)

@@ -167,7 +167,9 @@ class _Tiled(torch.autograd.Function):
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, cut: tuple[Block, ...], scale: float) -> tuple[Tensor, Tensor]:
-    """Return the result, and the logarithm of each query's normalising sum to base 2."""
+    """Compute attention tile by tile. Return the result and, for the backward pass, the base-2 logarithm of each
+    query's softmax denominator.
+    """
     queries, keys, values = _by_key_head(query, key) * (scale * _LOG2_E), key.flatten(0, 1), value.flatten(0, 1)
     heads, groups, length, _ = queries.shape
     answer, norm = query.new_empty(heads, groups, length, value.shape[3]), query.new_empty(heads, groups, length, 1)
