@@ -53,7 +53,7 @@ class AnswerShape(Protocol):
         """Return the response headers of an answer that is not streamed, except content type and length."""
 
     def plain_body(self, call: ChatCall, answer: EngineAnswer) -> bytes:
-        """Return the body of a plain answer."""
+        """Return the response body of an answer that is not streamed."""
 
     def streamed(self, call: ChatCall) -> StreamedAnswer: ...
 
@@ -136,7 +136,7 @@ def answer_headers(call: ChatCall) -> dict[str, str]:
 
 
 def completion_body(call: ChatCall, answer: EngineAnswer) -> bytes:
-    """Return the body of a plain answer."""
+    """Return the response body of an answer that is not streamed."""
     request = call.request
     body: dict[str, object] = {
         **_head(call, "chat.completion", answer.model),

@@ -213,7 +213,7 @@ class _Chunks:
 
 
 class _Pieces:
-    """Writer of the choices of one answer, plain or in chunks."""
+    """Converter of a replica's answer to the choices of a text completion, streamed or not."""
 
     def __init__(self, call: ChatCall) -> None:
         self._request = call.request

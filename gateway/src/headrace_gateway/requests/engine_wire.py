@@ -31,7 +31,7 @@ class TokenLogprob(TypedDict, total=False):
 
 
 class ChoiceLogprobs(EngineModel):
-    """`choices[].logprobs`."""
+    """Object `choices[].logprobs` of a replica's response: logprobs of the sampled tokens."""
 
     content: list[TokenLogprob] | None = None
 

@@ -141,7 +141,7 @@ class ModelCatalog:
         return assign_unit(split, routing.champion, by_user or identity.session_key)
 
     def under_way(self, model: str, assignment: UnitAssignment | None) -> bool:
-        """Return whether a rollout of `assignment` is still under way."""
+        """Return whether the rollout that assigned a version to a session is still in progress."""
         routing = self._rows.get(model)
         arms = routing.split.arms if routing and routing.split else ()
         return assignment is not None and any(arm.rollout_id in assignment.rollouts for arm in arms)

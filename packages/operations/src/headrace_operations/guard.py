@@ -36,7 +36,7 @@ _Z95 = 1.645
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Mean training reward and audit score of one version."""
+    """Mean training reward of one version, and its score on the held-out audit tasks."""
 
     reward: float | None
     score: float
@@ -127,7 +127,7 @@ def _flat_score_text(model: str, gain: float, error: float) -> str:
 
 
 class ScoreHistory:
-    """Training rewards and audit scores by version.
+    """Training rewards and audit scores (of held-out tasks) by version, to find rewards that rise while scores fall.
 
     Pass the events of `training-metrics` and `model-events` in order.
     """

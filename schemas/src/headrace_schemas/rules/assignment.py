@@ -40,7 +40,7 @@ def unit_position(salt: str, unit: str) -> Fraction:
 
 @dataclass(frozen=True, slots=True)
 class Allotment:
-    """The version that serves a unit."""
+    """The version that serves a unit (a user or a session), with the probability of that assignment."""
 
     version: str
     propensity: Fraction
@@ -74,7 +74,7 @@ class Split:
         return Fraction(1, len(self.slots) + 1)
 
     def assign(self, unit: str, shares: Mapping[str, Fraction]) -> Allotment:
-        """Return the version that serves the unit. Candidates without a share get no units."""
+        """Return the version that serves a unit (a user or a session). Candidates without a share get no units."""
         self._check(shares)
         position = unit_position(self.salt, unit)
         for number, candidate in enumerate(self.slots):
@@ -84,7 +84,9 @@ class Split:
         return Allotment(self.champion, 1 - sum(shares.values(), Fraction(0)))
 
     def role(self, unit: str, candidate: str, shares: Mapping[str, Fraction]) -> Role | None:
-        """Return the role of the unit in the comparison of `candidate` with the champion, or None if it has none."""
+        """Return whether a unit (a user or a session) belongs to the candidate's or the control's arm in the comparison
+        of `candidate` with the champion; None if to neither.
+        """
         self._check(shares)
         share, position = shares.get(candidate, Fraction(0)), unit_position(self.salt, unit)
         if _inside(position, self.slots.index(candidate) * self.share_max, share):
@@ -103,7 +105,7 @@ class Split:
 
 
 def assign_unit(split: TrafficSplit, champion: str, unit: str) -> tuple[str, UnitAssignment | None]:
-    """Return the version that serves a unit, and the assignment that its turns record."""
+    """Return the version that serves a unit (a user or a session), and the assignment to record in its turns."""
     arms = [arm for arm in split.arms if arm.version != champion]
     if not arms:
         return champion, None

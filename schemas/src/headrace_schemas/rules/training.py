@@ -245,7 +245,9 @@ class LineageOutcomes:
 
 @dataclass(frozen=True, slots=True)
 class TurnFacts:
-    """The facts about a captured turn on which its status depends, apart from its experiences."""
+    """Facts about a captured turn that determine its status together with its experiences, for example that it is an
+    evaluation.
+    """
 
     eval: bool
     untrained: str | None

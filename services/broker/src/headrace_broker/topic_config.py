@@ -58,7 +58,7 @@ class TopicConfig(NamedTuple):
 
     @property
     def deletes(self) -> bool:
-        """Whether retention deletes records."""
+        """Whether old records of the topic are deleted by age or size (`cleanup.policy` contains `delete`)."""
         return "delete" in self.cleanup_policy
 
     @property

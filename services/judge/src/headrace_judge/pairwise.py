@@ -151,7 +151,7 @@ class PairwiseComparisons:
 
 
 async def _lock(tx: AsyncConnection, contest: str, now: datetime) -> None:
-    """Lock the row of a contest until `tx` ends."""
+    """Lock the database row with the comparisons of one task until `tx` ends."""
     await upsert(tx, CONTESTS, {"contest": contest}, {"touched_ms": epoch_ms(now)})
 
 
@@ -202,8 +202,9 @@ async def _reward(
 
 
 async def _delete_finished(tx: AsyncConnection, contest: str) -> None:
-    """Delete the runs of a contest that get no more pairs and wait for no judgement, and the contest with its last
-    run."""
+    """Delete the runs of a task that get no further comparison and wait for no judgement; with the last run, delete the
+    task's row too.
+    """
     pairs = await _pairs(tx, contest)
     pending = {name for row in pairs if row["judgement"] is None for name in (row["first"], row["second"])}
     query = select(CONTESTANTS.c.trajectory_id, CONTESTANTS.c.closed).where(CONTESTANTS.c.contest == contest)

@@ -73,7 +73,7 @@ class Rubric(_Table):
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weight of each criterion."""
+        """Weight of each criterion in the total score."""
         return {criterion.name: criterion.weight for criterion in self.criteria}
 
     @property

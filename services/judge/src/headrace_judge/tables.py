@@ -182,7 +182,7 @@ class SingleTask(_Stored):
 
 
 class PairTask(_Stored):
-    """Payload of a job that compares two runs of a contest."""
+    """Payload of a job that compares two runs of the same task."""
 
     kind: Literal["pair"] = "pair"
     rubric: str

@@ -196,7 +196,7 @@ class _Registry:
 
 
 def traffic_handlers(turns: TurnHandler, lease: LeaderLease, settings: RegistrySettings) -> dict[str, Handler]:
-    """Return the handlers of the topics that are read while a rollout is under way."""
+    """Return the handlers of the topics of traffic and feedback, which are read only while a rollout is in progress."""
     session_events = SessionEventHandler(lease, EVENTS_PER_UNIT_MAX)
     return {
         Turn.topic: turns,

@@ -101,7 +101,9 @@ class DryRun:
         self._recorded.append(batch)
 
     def add(self, experience: Experience, recorded_sizes: Sequence[int] = ()) -> None:
-        """Admit an experience. `recorded_sizes` are those of the batches that the original training cut after it."""
+        """Read an experience. `recorded_sizes` are the sizes of the batches that the original training formed right
+        after it.
+        """
         if experience.model != self._settings.model:
             self._ignored["other_models"] += 1
         elif self._state.admit(self._with_branch(experience), (0, self._offset), _START).action == "ignore":

@@ -58,7 +58,7 @@ def build_message(
     stop_sequence: str | None,
     usage: Json,
 ) -> Json:
-    """Return a `Message`."""
+    """Build the body of an answer of the Messages API that is not streamed."""
     return {
         "id": message_id,
         "type": "message",
@@ -186,7 +186,7 @@ class MessageWriter(PartWriter[_OpenBlock]):
         return build_message(self._id, self._version or "", content, reason, sequence, usage)
 
     def _stop_reason(self) -> tuple[str, str | None]:
-        """Return `stop_reason` and `stop_sequence`."""
+        """Return why the answer ended, as `stop_reason` and `stop_sequence` of the Messages API."""
         if self._finish == "length":
             sampled = self._usage.completion_tokens if self._usage else self._max_tokens
             return ("max_tokens" if sampled >= self._max_tokens else "model_context_window_exceeded"), None

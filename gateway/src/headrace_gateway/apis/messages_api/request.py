@@ -55,7 +55,7 @@ class ToolParam(Model):
 
 
 class ToolChoiceParam(Model):
-    """`tool_choice`."""
+    """Request field `tool_choice`: which tools the model may or must call."""
 
     model_config = ConfigDict(extra="ignore")
 

@@ -145,7 +145,7 @@ def custom_tool_call(item_id: str, call_id: str | None, tool: OfferedTool, argum
 
 
 def usage_of(usage: EngineUsage) -> Json:
-    """Return the `usage` block."""
+    """Convert numbers of tokens to the object `usage` of the Responses API."""
     cached = (usage.prompt_tokens_details or {}).get("cached_tokens") or 0
     reasoning_tokens = (usage.completion_tokens_details or {}).get("reasoning_tokens") or 0
     return {

@@ -67,7 +67,7 @@ def _conversation(value: Any) -> Any:
 
 
 class TextFormat(Model):
-    """`text.format`."""
+    """Request field `text.format`: the form that the answer must have, such as a JSON schema."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: Annotated[Text | None, BeforeValidator(none_if_empty)] = None
@@ -77,7 +77,7 @@ class TextFormat(Model):
 
 
 class TextSettings(Model):
-    """`text`."""
+    """Request field `text`: settings of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None

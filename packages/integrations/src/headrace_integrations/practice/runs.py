@@ -137,7 +137,7 @@ class Run:
 
     @property
     def session_ids(self) -> dict[str, str]:
-        """Session ids by role."""
+        """Session id of each agent that has taken part in the run, by the agent's role."""
         return {role: session.session_id for role, session in self._sessions.items()}
 
     @property

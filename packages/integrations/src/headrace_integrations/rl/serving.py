@@ -96,7 +96,7 @@ class HotUpdater:
         return champion
 
     def close(self) -> None:
-        """Resume the model."""
+        """Let the model's automatic changes continue, which this updater has paused."""
         self.stack.registry.resume(self.stack.model, reason="the program has ended")
 
     def _passes(self, case: Any) -> bool:

@@ -316,7 +316,7 @@ class ModelWrapper:
         return self._with_model_path(self._run.openai(self._role, blocking=True))
 
     def get_openai_async_client(self) -> Any:
-        """Return an `openai.AsyncOpenAI`."""
+        """Return an `openai.AsyncOpenAI` client of the gateway, whose calls belong to this run."""
         return self._with_model_path(self._run.openai(self._role))
 
     def extract_experience_from_history(self, clear_history: bool = True) -> list[TrinityExperience]:

@@ -168,7 +168,7 @@ class CheckReport:
     shown: list[PreviewRow] = field(default_factory=list)
 
     def refuse(self, refusal: Refusal) -> None:
-        """Count a refused row."""
+        """Count an invalid row by the reason for which it cannot be trained."""
         self.refused[refusal.kind] += 1
         if len(self.refusals) < REFUSALS_LISTED_MAX:
             self.refusals.append(refusal)

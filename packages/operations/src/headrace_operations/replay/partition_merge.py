@@ -80,7 +80,7 @@ def _gap(reports: list[TrainingMetrics], model: str, lineage: str) -> str | None
 
 @dataclass(frozen=True, slots=True)
 class MergedRecord:
-    """A record, with the sizes of the batches that the lineage cut after it."""
+    """A record, with the sizes of the batches that the original training formed right after it."""
 
     record: ConsumerRecord
     cuts: tuple[int, ...] = ()

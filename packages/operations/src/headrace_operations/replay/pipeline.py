@@ -47,7 +47,7 @@ class Item:
     """Experiences that the original lineage left out of these batches."""
 
     def with_cuts(self, cuts: tuple[int, ...], left_out: tuple[str, ...]) -> Item:
-        """Return the item with further batches that were cut after it."""
+        """Return the item with the sizes of further batches that the original training formed right after it."""
         return replace(self, cuts=(*self.cuts, *cuts), left_out=(*self.left_out, *left_out))
 
 

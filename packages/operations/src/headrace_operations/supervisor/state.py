@@ -85,7 +85,7 @@ class RunState(BaseModel):
 
     @property
     def base_url(self) -> str | None:
-        """Value for `OpenAI(base_url=...)`."""
+        """URL of the gateway's API, for `OpenAI(base_url=...)`."""
         gateway = self.services.get("gateway")
         return f"{gateway.url}/v1" if gateway else None
 

@@ -169,7 +169,7 @@ class Supervisor:
 
     @property
     def base_url(self) -> str:
-        """Value for `OpenAI(base_url=...)`."""
+        """URL of the gateway's API, for `OpenAI(base_url=...)`."""
         return self._state.base_url or ""
 
     def url(self, service: str) -> str:

@@ -56,7 +56,9 @@ class Refusal(Exception):
 
 
 class WebGuard:
-    """Middleware that refuses requests of foreign pages and answers preflights of permitted origins."""
+    """Middleware against cross-site requests of browsers: it refuses requests of other sites' pages, and answers CORS
+    preflights of origins in `security.origins`.
+    """
 
     def __init__(
         self, app: ASGIApp, settings: ServiceSettings, security: SecuritySettings, *, accepts_forms: bool = False

@@ -20,7 +20,7 @@ from headrace_runtime.storage.tables import COUNTED_MAX, StreamTables, count_row
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A leased job."""
+    """A job that this process has leased from the queue, so that no other process performs it."""
 
     job_id: str
     kind: str

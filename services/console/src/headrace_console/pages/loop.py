@@ -42,7 +42,7 @@ class ModelSummary:
 
 
 async def loop(visit: Visit) -> Response:
-    """Show the page Loop."""
+    """Show the page Loop: whether each model learns from its traffic."""
     visit.parameters()
     facts, problem = await _facts(visit)
     models = [await _summary(visit, state) for state in facts.models[:_MODELS_SHOWN]]

@@ -43,7 +43,9 @@ class PlaySession(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Scores of one version on audit tasks. Audit tasks take part in no decision, so their mean is unbiased."""
+    """Scores of one version on the audit tasks, which are held out. They take part in no decision, so their mean is
+    unbiased.
+    """
 
     scores: Mapping[str, float]
     """Mean score of each task."""
@@ -131,7 +133,9 @@ class AuditLimiter:
             self._changed.set()
 
     def prioritize_audits(self, prioritized: bool) -> None:
-        """Set the part of the plays that audits get during trials: half if `prioritized`, else a sixteenth."""
+        """Set which part of the concurrent plays audits (runs of the held-out audit tasks) get during trials: half if
+        `prioritized`, else a sixteenth.
+        """
         self._prioritized = prioritized
         self._changed.set()
 
@@ -152,7 +156,7 @@ class AuditLimiter:
 
 
 async def run_audit(session: PlaySession, version: str, *, plays: int, limiter: AuditLimiter) -> Audit:
-    """Play audit tasks with one version, and return the summary of the scores."""
+    """Let one version play the held-out audit tasks, and return a summary of the scores."""
     return summarize_audit(await play_audit_tasks(session, version, plays, limiter=limiter))
 
 

@@ -70,7 +70,7 @@ class SuccessionEvidence:
 
     @property
     def won(self) -> bool:
-        """Whether `of` was shown to be better than the anchor."""
+        """Whether the version `of` was shown to be better than the anchor, so that it becomes the new anchor."""
         return self.bets.null_rejected(self.error)
 
     def add_scores(self, scores: Mapping[str, float]) -> None:
@@ -215,7 +215,9 @@ class Trial:
         return numbers
 
     def _new_evidence(self) -> SuccessionEvidence | None:
-        """Return empty evidence that the candidate is better than the anchor, which is the champion by default."""
+        """Return empty evidence for the comparison of the candidate with the anchor (the version besides the champion
+        that candidates must not fall behind; by default the champion).
+        """
         anchor = self.anchor or self.champion
         if anchor is None or anchor == self.candidate:
             return None

@@ -26,7 +26,7 @@ _CONNECT_S = 20.0
 
 
 class WorkerLost(HeadraceError):
-    """A worker is gone, perhaps with its machine.
+    """Raised when a worker has died, perhaps with its machine.
 
     Its program has not failed, so other workers may take over its plays.
     """

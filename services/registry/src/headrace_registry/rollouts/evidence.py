@@ -262,7 +262,7 @@ class Evidence:
 
     @property
     def units(self) -> int:
-        """Number of units of both arms that were read at maturity."""
+        """Number of users or sessions (units) in both arms whose final metric values were computed."""
         return self._ratio.candidates + self._ratio.controls
 
     def estimate(self) -> Estimate:

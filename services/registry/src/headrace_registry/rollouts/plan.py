@@ -235,8 +235,8 @@ class RolloutPlan(Section):
 
     @property
     def reading_ages(self) -> Mapping[ReadingAge, Fraction]:
-        """Ages at which the metrics of a unit are computed, each with its share of `beta`, the error probability of all
-        tests for harm.
+        """Ages of a unit (a user or a session) at which its metrics are computed, each with its share of `beta`, the
+        error probability of all tests for harm.
 
         The shares add up to 1.
         """
@@ -247,11 +247,15 @@ class RolloutPlan(Section):
 
     @property
     def last_reading_age(self) -> ReadingAge:
-        """Name of the last age at which a unit is read, on which promotions depend."""
+        """Name of the last age of a unit (a user or a session) at which its metrics are computed; promotions depend on
+        these values.
+        """
         return "closing" if "closing" in self.reading_ages else "maturity"
 
     def age_s(self, age: ReadingAge) -> float:
-        """Return the time in seconds from a unit's first session to its reading at this age."""
+        """Return an age by its name: the seconds from the first session of a unit (a user or a session) to the
+        computation of its metrics.
+        """
         return self.window_s + (self.closing_s if age == "closing" else self.maturity_s)
 
     def harm_error(self, guardrail: Guardrail, age: ReadingAge) -> float:
@@ -275,7 +279,7 @@ class Unit:
 
     @property
     def order_key(self) -> tuple[datetime, str]:
-        """Sort key of the order in which units are read.
+        """Sort key: units (users or sessions) are evaluated in the order of their arrival.
 
         Units of one instant are sorted by name, independent of the arm.
         """
@@ -318,10 +322,10 @@ def read_unit(
 
 
 def measure_unit(unit: Unit, sessions: Sequence[SessionRecord], metrics: Mapping[str, Metric]) -> UnitReading:
-    """Compute the metric values of a unit.
+    """Compute the metric values of a unit (a user or a session).
 
     Args:
-        sessions: the unit's sessions, with the events alone that were known when the unit is read.
+        sessions: the unit's sessions, with only those events that were known at its age.
     """
     values = {}
     for name, metric in metrics.items():

@@ -82,7 +82,7 @@ class ModelRolloutState:
         return tuple(rollout for rollout in self.rollouts.values() if rollout.phase in UNDER_WAY)
 
     def split(self, plan: RolloutPlan, salt: str) -> Split:
-        """Return the assignment of blocks of units to the versions under way."""
+        """Return how users or sessions (units) are divided among the versions with a rollout in progress."""
         slots: list[str | None] = [None] * plan.slots
         for rollout in self.under_way:
             slots[rollout.slot] = rollout.version

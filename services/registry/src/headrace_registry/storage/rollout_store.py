@@ -70,12 +70,12 @@ class RolloutRecord:
 
     @property
     def share(self) -> Fraction:
-        """Share of all units for the candidate while the rollout is under way."""
+        """Candidate's share of all users or sessions (units) while the rollout is in progress."""
         return self.stage_share if self.own_share is None else min(self.own_share, self.stage_share)
 
     @property
     def stage_share(self) -> Fraction:
-        """Share of all units that the present stage gives the candidate."""
+        """Share of all users or sessions (units) that the present stage gives the candidate."""
         return min(self.plan.stages[self.stage].share, Fraction(1, self.slots + 1))
 
     @property
@@ -95,7 +95,7 @@ class RolloutRecord:
 
 
 async def rollouts_under_way(tx: AsyncConnection, model: str | None = None) -> list[RolloutRecord]:
-    """Return the rollouts under way, of one model or of all, the oldest first."""
+    """Return the rollouts in progress, of one model or of all, the oldest first."""
     query = select(ROLLOUTS).where(ROLLOUTS.c.phase.in_(UNDER_WAY)).order_by(ROLLOUTS.c.number_id)
     if model is not None:
         query = query.where(ROLLOUTS.c.model == model)

@@ -30,7 +30,9 @@ _READ_BYTES_MAX = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Unit of a rollout under way to which an event belongs, and the present time of the rollout's clock."""
+    """Unit (a user or a session) of a rollout to which an event belongs, with the present time of the rollout's
+    clock.
+    """
 
     rollout_id: str
     unit: str
@@ -47,7 +49,7 @@ class DueUnit:
 
 
 async def advance_clocks(tx: AsyncConnection, milliseconds: int) -> None:
-    """Advance the clocks of all rollouts under way by the time for which all topics have been read."""
+    """Advance the clocks of all rollouts in progress to the time up to which all topics have been read."""
     later = {"observed_ms": ROLLOUTS.c.observed_ms + milliseconds}
     await tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.phase.in_(UNDER_WAY)).values(later))
 
@@ -71,7 +73,8 @@ async def count_turns(tx: AsyncConnection, drawn: Mapping[str, int], answered: M
 async def enroll(
     tx: AsyncConnection, member: Membership, session_key: str, tenant: str, *, candidate: bool, window_ms: int
 ) -> bool:
-    """Add a session to its unit, and enroll a new unit in its arm. Return whether the session belongs to the unit.
+    """Add a session to its unit (a user or a session); a new unit becomes a member of its arm. Return whether the
+    session belongs to the unit.
 
     Further sessions of a user belong to the unit until `window_ms` after the first one.
     """
@@ -90,7 +93,9 @@ async def enroll(
 
 
 async def memberships(tx: AsyncConnection, session_key: str, tenant: str) -> list[Membership]:
-    """Return the units of rollouts under way to which a session of a tenant belongs."""
+    """Return the rollouts in progress, with the units (users or sessions) in them, to which a session of a tenant
+    belongs.
+    """
     query = (
         select(SESSIONS.c.rollout_id, SESSIONS.c.unit, ROLLOUTS.c.observed_ms)
         .join(ROLLOUTS, ROLLOUTS.c.rollout_id == SESSIONS.c.rollout_id)
@@ -101,8 +106,9 @@ async def memberships(tx: AsyncConnection, session_key: str, tenant: str) -> lis
 
 
 async def add_event(tx: AsyncConnection, member: Membership, event: Event, events_max: int) -> bool:
-    """Store an event of a unit. Return False if the unit is closed, or has `events_max` events already or so many bytes
-    that it does not fit."""
+    """Store an event of a unit (a user or a session) for its metrics. Return False if the unit is closed, or has
+    `events_max` events already or so many bytes that it does not fit.
+    """
     value = event.to_json()
     key = {"rollout_id": member.rollout_id, "unit": member.unit}
     has_room = (UNITS.c.events < events_max, UNITS.c.event_bytes + len(value) <= _UNIT_BYTES_MAX)
@@ -162,7 +168,9 @@ async def due_units(
 async def add_readings(
     tx: AsyncConnection, rollout_id: str, age: ReadingAge, readings: Sequence[UnitReading], *, is_last: bool
 ) -> None:
-    """Append readings of units. If this was the last reading of a unit, delete its events."""
+    """Append the metric values of units (users or sessions). If they were the last ones of a unit, delete its
+    events.
+    """
     for reading in readings:
         unit = {"rollout_id": rollout_id, "unit": reading.unit.name}
         row = {

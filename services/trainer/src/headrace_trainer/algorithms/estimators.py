@@ -194,7 +194,7 @@ def grpo(
 def rloo(
     batch: AdvantageInputs, past: Baselines, _decay: Decay, _settings: AdvantageSettings
 ) -> tuple[Advantages, Baselines]:
-    """Compute leave-one-out advantages."""
+    """Compute advantages as rewards minus the mean reward of the other runs of the task (leave-one-out, RLOO)."""
     return advantages.rloo(batch.rewards_B, batch.weights_B, batch.runs_B, batch.groups()), past
 
 

@@ -114,7 +114,9 @@ class SourceRange(Model):
         return SourceRange(values=(*self.values, value)[-WINDOW:], count=self.count + 1, last_run=run)
 
     def bounds(self, limits: RangeLimits) -> Bounds | None:
-        """Return the bounds outside of which a value is a stray, or None while there are too few values."""
+        """Return the bounds beyond which a reward of this source counts as an outlier (stray), or None while there are
+        too few values.
+        """
         return _bounds(self.values, limits)
 
 
@@ -147,7 +149,9 @@ class RewardRanges(Model):
     """The last strays, as far as they are still outside the bounds."""
 
     def bound(self, experience: Experience, limits: RangeLimits) -> Experience:
-        """Return `experience` with its stray rewards winsorised, or itself when none is a stray."""
+        """Return the experience with outliers among its rewards clipped to the bounds of their sources (winsorised), or
+        unchanged if it has none.
+        """
         if not limits.factor or not self.sources:
             return experience
         if not self._strays_of(experience, limits):
@@ -168,7 +172,9 @@ class RewardRanges(Model):
         return experience.model_copy(update={"parts": parts, "turn_rewards": turns, "reward": reward})
 
     def note(self, experience: Experience, limits: RangeLimits) -> RewardRanges:
-        """Return the ranges with the strays of an experience added to those that are reported."""
+        """Return the ranges with the outliers (strays) of an experience added to those that are reported to
+        operators.
+        """
         strays = self._strays_of(experience, limits) if limits.factor else []
         return self.model_copy(update={"strays": _distinct_strays([*self.strays, *strays])}) if strays else self
 
@@ -242,7 +248,7 @@ class RewardRanges(Model):
 
 
 def _distinct_strays(strays: Iterable[Stray]) -> tuple[Stray, ...]:
-    """Return the newest strays, at most `STRAYS_MAX`, without repetitions of the same source and value."""
+    """Return the newest outliers, at most `STRAYS_MAX`, without repetitions of the same source and value."""
     return tuple({(stray.source, stray.value): stray for stray in strays}.values())[-STRAYS_MAX:]
 
 

@@ -55,7 +55,7 @@ class AdvantageSettings(Section):
 
     @property
     def range_limits(self) -> RangeLimits:
-        """Limits beyond which a reward is a stray value (`algorithms.reward_ranges`)."""
+        """Limits beyond which a reward is an outlier (`algorithms.reward_ranges`)."""
         return RangeLimits(self.stray_factor, self.scale_min)
 
     @property

@@ -156,6 +156,8 @@ def left_out_of(record: Record) -> frozenset[str]:
 
 
 def recorded_sizes_of(record: Record) -> tuple[int, ...]:
-    """Return the sizes of the batches that the original lineage cut after this record, in order."""
+    """Return the sizes of the batches that the original training formed right after it had read this record, in
+    order.
+    """
     values = [value for name, value in record.headers if name == BATCH_HEADER]
     return tuple(int(value) for value in values if value and value.isdigit())

@@ -76,7 +76,7 @@ DAPO = Algorithm(
 
 
 class GspoSettings(Section):
-    """`[trainer.loss.gspo]`."""
+    """Settings of the loss of GSPO (group sequence policy optimization), section `[trainer.loss.gspo]`."""
 
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4
     """A sequence's ratio is clipped below at `1 - clip_low`."""
@@ -110,7 +110,7 @@ GSPO = Algorithm("grpo", "gspo", {"loss.agg_mode": "seq-mean-token-mean"})
 
 
 class CispoSettings(Section):
-    """`[trainer.loss.cispo]`."""
+    """Settings of the loss of CISPO (clipped importance sampling), section `[trainer.loss.cispo]`."""
 
     clip_low: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Weights are clipped below at `1 - clip_low`; 1 sets no bound."""

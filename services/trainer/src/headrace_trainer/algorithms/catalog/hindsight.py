@@ -147,7 +147,9 @@ _LEVEL_RUNS_MAX = 256
 
 
 class HindsightSettings(Section):
-    """`[trainer.advantage.hindsight]`."""
+    """Settings of the algorithm `hindsight`, which learns from users' replies, section
+    `[trainer.advantage.hindsight]`.
+    """
 
     FIXED: ClassVar = {"guard_answers": "64", "runs_min": "4"}
 

@@ -63,7 +63,7 @@ SFT = Algorithm("demonstrations", "likelihood", LATE)
 
 
 class RftSettings(Section):
-    """`[trainer.advantage.rft]`."""
+    """Settings of rejection sampling fine-tuning, section `[trainer.advantage.rft]`."""
 
     reward_min: float = 0.5
     """Runs with a lower reward are not trained."""
@@ -80,7 +80,7 @@ RFT = Algorithm("rft", "likelihood", LATE)
 
 
 class MixSettings(Section):
-    """`[trainer.loss.mix]`."""
+    """Settings of the loss that mixes demonstrations with sampled answers, section `[trainer.loss.mix]`."""
 
     mu: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Weight of demonstrations; the policy gradient has the rest."""

@@ -86,7 +86,7 @@ DPO = Algorithm("preferences", "dpo", {**LATE, "loss.agg_mode": "seq-mean-token-
 
 
 class LabelSettings(Section):
-    """`[trainer.advantage.labels]`."""
+    """Settings for training from good and bad labels, section `[trainer.advantage.labels]`."""
 
     good_min: float = 0.5
     """Rewards of at least this are good."""
@@ -95,7 +95,7 @@ class LabelSettings(Section):
 
 
 class KtoSettings(Section):
-    """`[trainer.loss.kto]`."""
+    """Settings of the loss of KTO (Kahneman-Tversky optimization), section `[trainer.loss.kto]`."""
 
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Weight of a nat of difference from the base."""
