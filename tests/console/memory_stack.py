@@ -13,7 +13,7 @@ from typing import Any
 from unittest.mock import patch
 from urllib.parse import quote
 
-from headrace_console.access.headers import SecurityHeaders
+from headrace_console.app import SecurityHeaders
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.sources import clients
 from headrace_runtime.http import web

@@ -16,8 +16,7 @@ from weakref import WeakKeyDictionary
 import httpx2
 import pytest
 
-from headrace_console.access.headers import SecurityHeaders
-from headrace_console.app import Console
+from headrace_console.app import Console, SecurityHeaders
 from headrace_console.read_model.batch import Batch, LogEvent
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.rows import Names

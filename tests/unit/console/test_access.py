@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from starlette.routing import Route
 
 import headrace_console
-from headrace_console.access.logins import SESSION_S, Logins
+from headrace_console.logins import SESSION_S, Logins
 from headrace_console.pages.page import Page
 from headrace_console.settings import ConsoleSettings, UserSettings
 from headrace_console.users import Role, Scope

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from headrace_console.access.logins import SESSION_S, Logins
+from headrace_console.logins import SESSION_S, Logins
 from headrace_console.pages.frame import THEMES, Templates
 from headrace_console.pages.page import Page, Visit, cookie_name, read_form
 from headrace_runtime.errors import Refused

@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
-from headrace_console.access.logins import Logins
 from headrace_console.dead_letters import DeadLetterActions
 from headrace_console.flow_rules import FlowRules
+from headrace_console.logins import Logins
 from headrace_console.pages.frame import Templates
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.sources.clients import GatewayClient, RegistryReader

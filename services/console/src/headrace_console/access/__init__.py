@@ -1,1 +1,0 @@
-"""Logins, their sessions, and the security headers of every response."""
