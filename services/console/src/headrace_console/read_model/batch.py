@@ -19,12 +19,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_console.read_model import tables
 from headrace_console.read_model.events import EventEffects
 from headrace_console.read_model.packing import pack_id, unpack_id
-from headrace_console.read_model.portions import upsert_all, with_pauses
+from headrace_console.read_model.row_sets import RowSet, TurnSet, upsert_all, with_pauses
 from headrace_console.read_model.rows import (
     ExperienceRow,
     LetterRow,
     Names,
-    RowSet,
     SessionRow,
     TrajectoryRow,
     TurnRow,
@@ -37,7 +36,6 @@ from headrace_console.read_model.status import (
     split_status,
     state_of,
 )
-from headrace_console.read_model.turn_rows import TurnSet
 from headrace_console.read_model.verdicts import is_verdict
 from headrace_schemas import (
     DeadLetter,

@@ -17,9 +17,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
 from headrace_console.read_model.batch import Batch, LogEvent
-from headrace_console.read_model.portions import upsert_all
 from headrace_console.read_model.queries import Row, position_of
 from headrace_console.read_model.retention import delete_expired
+from headrace_console.read_model.row_sets import upsert_all
 from headrace_console.read_model.rows import Names
 from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.errors import InvalidEvent, Unavailable

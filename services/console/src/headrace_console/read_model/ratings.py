@@ -11,7 +11,6 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import review_tables, tables
 from headrace_console.read_model.packing import unpack_id
-from headrace_console.read_model.portions import upsert_all
 from headrace_console.read_model.queries import (
     Row,
     first_row,
@@ -22,6 +21,7 @@ from headrace_console.read_model.queries import (
     turns_query,
 )
 from headrace_console.read_model.queues import Queue, nearest_score, of_queue, valid_verdicts
+from headrace_console.read_model.row_sets import upsert_all
 from headrace_console.read_model.verdicts import SAME, Verdict, is_repeated_pair, pair_of
 
 _VERDICTS_BETWEEN = 5

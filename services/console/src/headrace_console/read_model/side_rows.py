@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import queries, review_tables, tables
 from headrace_console.read_model.packing import pack_id
-from headrace_console.read_model.portions import upsert_all, with_pauses
+from headrace_console.read_model.row_sets import upsert_all, with_pauses
 from headrace_console.read_model.rows import SessionRow
 from headrace_console.read_model.verdicts import Verdict, belongs_to_the_random_part
 from headrace_runtime.storage.tables import delete_batch, insert_new, is_one_of, portions
