@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import os
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -25,6 +26,7 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.main import secrets_of
 from headrace_runtime.settings.sections import Common, Section, ServiceSettings, is_loopback, load
 from headrace_runtime.settings.table import parse_toml, plain_types
+from headrace_runtime.settings.table import read as read_table
 from headrace_runtime.storage.files import data_folder
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
@@ -169,6 +171,21 @@ def test_secrets_in_a_list_of_tables_are_known_as_well() -> None:
         doors: tuple[Endpoint, ...] = ()
 
     assert secrets_of(House.model_validate({"doors": [{"key": "one"}, {}, {"key": "two"}]})) == {"one", "two"}
+
+
+def test_what_is_no_small_file_is_refused_at_once(tmp_path: Path) -> None:
+    """A pipe would block the start for ever, and `/dev/zero` fill the memory."""
+    pipe, large = tmp_path / "pipe.toml", tmp_path / "large.toml"
+    os.mkfifo(pipe)
+    with large.open("wb") as file:
+        file.truncate(1 << 30)
+    for path, problem in (
+        (Path("/dev/zero"), "not a regular file"),
+        (pipe, "not a regular file"),
+        (large, "larger than"),
+    ):
+        with pytest.raises(SettingError, match=f"cannot be read: {problem}"):
+            read_table(path, {})
 
 
 def test_a_missing_file_is_named() -> None:

@@ -15,7 +15,7 @@ from headrace_gateway.settings import GatewaySettings, KeySettings, LimitSetting
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings.sections import Common, Section, is_loopback
 from headrace_runtime.settings.source_values import SourceValues
-from headrace_runtime.settings.table import parse_toml
+from headrace_runtime.settings.table import read_toml
 from headrace_schemas.values.ids import decode_name
 
 _AGENTS: frozenset[Scope] = frozenset(("chat", "feedback"))
@@ -156,7 +156,7 @@ def read_keys(settings: GatewaySettings) -> tuple[KeySettings, ...]:
 
 def _read_file(path: Path) -> tuple[KeySettings, ...]:
     try:
-        return _KeysFile.model_validate(parse_toml(path.read_bytes())).keys
+        return _KeysFile.model_validate(read_toml(path)).keys
     except OSError as error:
         raise SettingError("gateway.keys_file", str(path), f"cannot be read: {error.strerror}") from None
     except ValidationError as error:

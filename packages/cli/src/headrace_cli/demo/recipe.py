@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from headrace.errors import UsageError
 from headrace_cli.demo.measures import DemoMeasure, RowsRecipe
 from headrace_runtime.process.programs import VariableName
-from headrace_runtime.settings.table import parse_toml
+from headrace_runtime.settings.table import read_toml
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -154,7 +154,7 @@ def read(folder: Path) -> Recipe:
     """
     path = folder / "demo.toml"
     try:
-        data = parse_toml(path.read_bytes())
+        data = read_toml(path)
         return Recipe.model_validate({**data, "folder": folder.absolute()})
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}; name the folder of a demo, such as examples/email_agent") from None

@@ -44,7 +44,7 @@ from headrace_operations.replay import program
 from headrace_operations.supervisor import Supervisor
 from headrace_runtime.process.parent_death import bound_to_parent
 from headrace_runtime.process.programs import VariableName, program_environment
-from headrace_runtime.settings.table import parse_toml
+from headrace_runtime.settings.table import read_toml
 from headrace_schemas import Checkpoint, TrainingMetrics
 from headrace_schemas.programs import MANIFEST_FILE
 
@@ -114,7 +114,7 @@ def read(path: Path) -> StagedTraining:
         UsageError: the file is not a valid recipe.
     """
     try:
-        table = parse_toml(path.read_bytes())
+        table = read_toml(path)
         return StagedTraining.model_validate({**table, "folder": path.parent.absolute()})
     except OSError as error:
         raise UsageError(f"recipe {path}: cannot be read: {error.strerror}; name an existing file") from None

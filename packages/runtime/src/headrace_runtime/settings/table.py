@@ -6,7 +6,9 @@ needs a few settings of the services, reads them from the table.
 
 from __future__ import annotations
 
+import errno
 import math
+import stat
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +21,8 @@ from headrace_schemas.values.errors import is_secret
 from headrace_schemas.values.text import decode_text, is_storable
 
 _INTEGER_MAX = 2**63 - 1
+_FILE_BYTES_MAX = 8 << 20
+"""Largest TOML file. One with 10,000 keys has 2 MB."""
 ENV_PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
 COMMAND_VARIABLES = frozenset({CONFIG_VARIABLE, "HEADRACE_WHO"})
@@ -80,6 +84,24 @@ def parse_toml(content: bytes) -> dict[str, Any]:
         raise ValueError(f"is not valid TOML: {error}") from None
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """Parse a TOML file that a user has named, such as a settings file.
+
+    A pipe could block for ever, and a device such as `/dev/zero` fill the memory.
+
+    Raises:
+        OSError: the file cannot be read, is no regular file, or is too large.
+        ValueError: as `parse_toml`.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file")
+    with path.open("rb") as file:
+        content = file.read(_FILE_BYTES_MAX + 1)
+    if len(content) > _FILE_BYTES_MAX:
+        raise OSError(errno.EFBIG, f"larger than {_FILE_BYTES_MAX} bytes")
+    return parse_toml(content)
+
+
 def check_plain(table: Mapping[str, Any], prefix: str = "") -> None:
     """Raise `SettingError` for a value that no setting accepts: not finite, beyond 64 bits, or text with NUL."""
     for name, value in table.items():
@@ -125,7 +147,7 @@ def plain_types(annotation: object) -> set[Any]:
 
 def _file(path: Path) -> dict[str, Any]:
     try:
-        return parse_toml(path.read_bytes())
+        return read_toml(path)
     except OSError as error:
         raise SettingError("config", str(path), f"cannot be read: {error.strerror}; name an existing file") from None
     except ValueError as error:
