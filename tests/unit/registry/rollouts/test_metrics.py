@@ -209,3 +209,12 @@ def test_metric_named_loads_metrics_of_other_packages() -> None:
 def test_metric_named_refuses_unknown_names_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"metric 'rewrad'; did you mean 'reward'\? there are cost, dissatisfied"):
         metrics.metric_named("rewrad:x")
+
+
+def test_finite_values_without_a_finite_sum_fail_their_metric_by_name() -> None:
+    """The mean of two values of 1.7e308 is an `OverflowError`, which would end the registry and not the rollout."""
+    huge = metrics.metric(higher_is_better=True)(lambda _session: 1.7e308)
+    record = SessionRecord("a" * 16)
+    assert metrics.compute_metrics([record], {"huge": huge}) == {"huge": 1.7e308}
+    with pytest.raises(metrics.MetricFailed, match="metric huge is up to"):
+        metrics.compute_metrics([record, record], {"huge": huge})

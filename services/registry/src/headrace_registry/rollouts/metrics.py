@@ -174,7 +174,7 @@ def compute_metrics(sessions: Sequence[SessionRecord], metrics: Mapping[str, Met
     Metrics that always abstained are left out.
 
     Raises:
-        MetricFailed: a metric raised an error or returned a value that is not a finite number.
+        MetricFailed: a metric raised an error, or its values or their sum are no finite numbers.
     """
     values: dict[str, float] = {}
     for name, metric in metrics.items():
@@ -185,5 +185,10 @@ def compute_metrics(sessions: Sequence[SessionRecord], metrics: Mapping[str, Met
         if not all(map(math.isfinite, metric_values)):
             raise MetricFailed(f"metric {name} is {metric_values}: it has to be a finite number, or None to abstain")
         if metric_values:
-            values[name] = fmean(metric_values)
+            try:
+                values[name] = fmean(metric_values)
+            except OverflowError:
+                largest = max(map(abs, metric_values))
+                text = f"metric {name} is up to {largest}: its mean cannot be computed; return smaller numbers"
+                raise MetricFailed(text) from None
     return values

@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from fractions import Fraction
 from itertools import pairwise
-from statistics import fmean
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.estimate import EstimateRequirements
-from headrace_registry.rollouts.metrics import Metric, SessionRecord
+from headrace_registry.rollouts.metrics import Metric, SessionRecord, compute_metrics
 from headrace_runtime.settings.sections import Section
 from headrace_schemas.values.base import Finite, Model, Text
 from headrace_statistics import e_process
@@ -326,10 +325,8 @@ def measure_unit(unit: Unit, sessions: Sequence[SessionRecord], metrics: Mapping
 
     Args:
         sessions: the unit's sessions, with only those events that were known at its age.
+
+    Raises:
+        MetricFailed: as `compute_metrics`.
     """
-    values = {}
-    for name, metric in metrics.items():
-        metric_values = [value for value in map(metric.compute, sessions) if value is not None]
-        if metric_values:
-            values[name] = fmean(metric_values)
-    return UnitReading(unit, values)
+    return UnitReading(unit, compute_metrics(sessions, metrics))
