@@ -90,8 +90,11 @@ class Relay:
         self._captured = captured
 
     def beside_users(self, call: ChatCall, load_max: float) -> None:
-        """Raise `ApiError` 429 at once if the call would have to wait, or if a user would have to wait because of
-        the call."""
+        """Check that background work may be sent now without delaying a user's call.
+
+        Raises:
+            ApiError: 429, no replica has enough free slots.
+        """
         if not self._placement.has_time(call, load_max):
             message = "purpose 'shadow' is served while replicas have time beside users; try again later"
             raise ApiError(429, "users_first", message, retry_after_s=1)

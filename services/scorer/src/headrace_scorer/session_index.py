@@ -130,7 +130,7 @@ class ClosedNeighbours:
         return peers
 
     async def _first_after(self, peer: ClosedTrajectory) -> list[ClosedTrajectory]:
-        """Return the captured trajectory that began next after another one."""
+        """Return, as a list of at most one, the captured trajectory of the session that began next after `peer`."""
         later = self._query(trajectories.c.began > peer.began) if peer.began is not None else None
         return [] if later is None else await self._read(later.order_by(trajectories.c.began, *_PEER).limit(1))
 

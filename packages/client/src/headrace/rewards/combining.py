@@ -101,7 +101,9 @@ class TaskScale:
 
 
 def by_task(rewards: Sequence[tuple[str, float]], *, scale_min: float = 1e-3) -> list[float]:
-    """Return rewards that are `standardized` within each task, in the order of `rewards`."""
+    """Standardize rewards within each task (see `standardized`), so that easy and hard tasks become comparable. The
+    result has the order of `rewards`, pairs of task id and reward.
+    """
     indices: dict[str, list[int]] = defaultdict(list)
     for index, (task_id, _) in enumerate(rewards):
         indices[task_id].append(index)

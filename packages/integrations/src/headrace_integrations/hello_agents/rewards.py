@@ -81,7 +81,9 @@ def reward_of_completion(function: RewardCallable, completion: str, truth: Any, 
 
 
 def same(answer: str, truth: Any) -> bool:
-    """Return whether the last numbers of both texts are equal within the tolerance, or the texts are equal."""
+    """Return whether an answer is correct: the last numbers of both texts are equal within the tolerance, or without
+    numbers the texts are equal.
+    """
     numbers = [_NUMBER.findall(str(text)) for text in (answer, truth)]
     if all(numbers):
         values = [float(matches[-1].replace(",", "")) for matches in numbers]

@@ -50,7 +50,9 @@ def _flip_rewards(experiences: Sequence[Experience], _chance: random.Random) -> 
 
 
 def _draw_rewards(experiences: Sequence[Experience], chance: random.Random) -> list[Experience]:
-    """Draw the reward of each run from the distribution of all rewards."""
+    """Replace the reward of each run by a random one from all rewards: a control experiment whose rewards teach
+    nothing.
+    """
     rewards = [experience.reward for experience in experiences]
     return _replace_rewards(experiences, [chance.choice(rewards) for _ in rewards])
 

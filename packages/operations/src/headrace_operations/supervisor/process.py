@@ -89,7 +89,9 @@ class Limits:
 
 
 def yield_processor(pid: int) -> None:
-    """Lower the priority of a process that has just started, and so of all that it starts."""
+    """Lower the scheduling priority (raise the niceness) of a process that has just started, and so of all that it
+    starts.
+    """
     with contextlib.suppress(OSError):  # it has ended
         os.setpriority(os.PRIO_PROCESS, pid, min(os.getpriority(os.PRIO_PROCESS, 0) + BACKGROUND_NICENESS, 19))
 

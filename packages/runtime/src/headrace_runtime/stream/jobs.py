@@ -30,7 +30,9 @@ class Job:
 
 
 def kind_of_tenant(kind: str, tenant: str) -> str:
-    """Return the kind of a tenant's jobs. Jobs of earlier releases have the kind without a tenant."""
+    """Return the job kind under which a tenant's jobs of a certain kind are queued. Jobs of earlier releases have the
+    kind without a tenant.
+    """
     return f"{kind}/{tenant}" if tenant else kind
 
 

@@ -75,7 +75,9 @@ class RefusalLimit:
 
 
 class TenantLimits:
-    """Refusal limits of the tenants with the most recent records. Older tenants begin again at zero."""
+    """Counters of refused and handled records for the tenants with the most recent records. Older tenants begin again
+    at zero.
+    """
 
     def __init__(self, bounds: RefusalBounds) -> None:
         self._bounds = bounds

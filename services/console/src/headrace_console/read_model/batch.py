@@ -250,7 +250,7 @@ class Batch:
         await self.sessions.load_ids(tx, (row.session for row in self.experiences))
 
     async def _load_refused(self, letters: Collection[DeadLetter]) -> None:
-        """Load the rows of dead-lettered events. Refused experiences are loaded by the keys of their sessions."""
+        """Load the rows of turns, trajectories and experiences whose events were dead-lettered."""
         tx, refused = self._tx, {pack_id(letter.source_id) for letter in letters}
         await self.turns.load_names(tx, refused)
         await self.trajectories.load_where(tx, "name", refused)

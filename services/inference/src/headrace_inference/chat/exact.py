@@ -140,7 +140,9 @@ class ExactPrompts:
         history: History | None,
         earlier_prompt: Callable[[int], str],
     ) -> _Conversation | None:
-        """Return the longest known conversation that `messages` begin with: a remembered one, or the `history`."""
+        """Return the longest remembered conversation with which `messages` begin, or the one that the gateway sent as
+        `history`.
+        """
         for position in reversed(range(len(messages))):
             if messages[position].role != "assistant":
                 continue

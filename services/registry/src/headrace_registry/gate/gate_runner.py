@@ -126,7 +126,8 @@ class GateRunner:
                 run.task.result()
 
     def follow_roles(self, model: str, roles: Roles) -> None:
-        """Cancel runs that play a version which has lost its role, and prioritize the former champion's audit.
+        """Cancel trials and audits in which a version plays that has lost its role (such as champion or candidate), and
+        prioritize the audit of the former champion.
 
         The next promotion would end that audit, so that no version would be measured where trials follow each other.
         """

@@ -190,7 +190,7 @@ class Toolbox:
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """Outcome of one rerun: how it ended, and what it took."""
+    """Result of letting one version answer a shadow's prompt again: how it ended, with the number of tokens."""
 
     ended: Ended
     tokens: int

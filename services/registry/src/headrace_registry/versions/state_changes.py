@@ -135,7 +135,9 @@ async def end_stale_rollouts(changes: StateChanges, name: str) -> None:
 async def hold(
     changes: StateChanges, rollout: RolloutRecord, reason: str, statistics: dict[str, float] | None = None
 ) -> None:
-    """End the rollout without a verdict, so that the candidate gets no more traffic."""
+    """End a rollout without a promotion and without a rollback: the candidate gets no more traffic, but is not
+    withdrawn.
+    """
     await end(changes, rollout, "hold", reason)
     await changes.set_state(rollout.version, "held", request="", rollout=None)
     step = RolloutStep(rollout_id=rollout.rollout_id, kind="hold", stage=rollout.stage, share="0")

@@ -67,7 +67,9 @@ class Adam:
 
     @torch.no_grad()
     def observe(self, weight: float) -> None:
-        """Update the estimate of the squares by the present gradients, those of a batch of `weight`."""
+        """Update the running averages of squared gradients by the present gradients, which are those of a batch of size
+        `weight`.
+        """
         decay = self._settings.beta2**weight
         for names in self._operation_lists(name for name, _ in self._gradients()):
             squares, gradients = [self._tensor_of(self._squares, name) for name in names], self._gradients_of(names)
@@ -128,8 +130,9 @@ class Adam:
 
     @property
     def _unobserved_share(self) -> float:
-        """Share of the averaged squares that no batch has filled yet: β₂ to the power of `squares_clock`, 1 before
-        the first."""
+        """Share of the running average of squared gradients that is still its initial zero, for the bias correction of
+        Adam: β₂ to the power of `squares_clock`.
+        """
         return float(self._settings.beta2**self.squares_clock)
 
     @torch.no_grad()

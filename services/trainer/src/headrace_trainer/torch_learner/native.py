@@ -65,7 +65,9 @@ class ComparisonPlan:
 
 
 def plan(config: Any, settings: TrainerSettings) -> ComparisonPlan:
-    """Choose the rows to compare, for the model of this (text) configuration."""
+    """Choose the token sequences on which the trainer's logprobs are compared with those of the model's own code, for
+    the (text) configuration of this model.
+    """
     budget = settings.native.tokens
     if not budget:
         return ComparisonPlan((), {}, ("anything",))
