@@ -10,8 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from headrace_console.drop_reasons import DROP_REMEDIES, LEFT_OUT_REMEDIES, ORDINARY_REASONS, remedy
-from headrace_console.flow_rules import BatchRules, RewardRules
+from headrace_console.flow_rules import (
+    DROP_REMEDIES,
+    LEFT_OUT_REMEDIES,
+    ORDINARY_REASONS,
+    BatchRules,
+    RewardRules,
+    remedy,
+)
 from headrace_console.sources.services import StackReport
 from headrace_schemas.http.registry_api import ModelState
 

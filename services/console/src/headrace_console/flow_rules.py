@@ -1,8 +1,10 @@
-"""Settings of other services that decide when something is trained and which version takes over."""
+"""Rules of the flow: the settings of other services that decide what is trained and serves, and reasons of drops."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from urllib.parse import urlencode
 
 from pydantic import Field
 
@@ -66,3 +68,58 @@ class FlowRules:
             common.section_of("trainer", BatchRules),
             describe_rule(GateRule.model_validate(decisive)),
         )
+
+
+LEFT_OUT_REMEDIES = {
+    "truncated_sampling": "your agent samples with temperature=0, top_p or top_k, so the probabilities of its tokens "
+    "are unknown: call with temperature=1 and without top_p and top_k",
+    "retried": "the client repeated these calls, and only the last answer counts",
+    "undelivered": "the client had gone before the answer ended: raise the client's timeout, such as "
+    "OpenAI(timeout=600)",
+    "empty": "the answers have no tokens: raise max_tokens",
+}
+DROP_REMEDIES = {
+    "stale": "they waited too long for the present version: raise trainer.max_staleness, or give the trainer more "
+    "compute",
+    "foreign_version": "a version that this trainer does not train answered: call the model that it trains",
+    "no_logprobs": "your agent samples with temperature=0, or in another way that leaves the probabilities unknown: "
+    "call with temperature=1, or train corrections by sft",
+    "no_signal": "the algorithm does not train this kind of feedback: send rewards, or choose another algorithm",
+    "temperature": "your agent samples at a temperature near 0: call with temperature=1",
+    "no_reward": "no source scored these runs: add a reward function, or send feedback",
+    "required_source_missing": "a source of scorer.required did not score: send its rewards, or remove it there",
+    "singleton": "a group needs several runs of one task: repeat tasks, or choose an algorithm without groups",
+    "too_long": "the runs are longer than the trainer accepts: shorten them, or raise its limit of tokens",
+}
+ORDINARY_REASONS = frozenset({"superseded", "already_trained", "unchanged", "withdrawn"})
+"""Reasons for which the trainer drops experiences after late feedback. They need no remedy."""
+_MEANINGS = {
+    "eval": "The call was an evaluation (purpose eval), which is never trained.",
+    "dead_letter": "A service refused the record; it is among the dead letters.",
+    "undone": "The weights went back to a version from before this training.",
+    "registered": "A fixed version answered, which is never trained.",
+    "side_call": "The client made the call beside its task, for example for a title.",
+    "superseded": "A later revision of the reward replaced this one before it was trained.",
+    "already_trained": "The revision was trained before.",
+    "withdrawn": "The feedback was withdrawn.",
+    "unchanged": "The revision changes nothing that was trained.",
+    "invalid": "The experience does not fit the model, for example by its tokens.",
+    "retried": "The client repeated the call, and only the last answer counts.",
+}
+
+
+def describe_reason(reason: str) -> str:
+    """Return a sentence about a reason why turns are not trained, such as `stale` or `truncated_sampling (grammar)`."""
+    name = reason.partition(" (")[0]
+    return _MEANINGS.get(name) or remedy(name, LEFT_OUT_REMEDIES | DROP_REMEDIES)
+
+
+def remedy(reason: str, remedies: Mapping[str, str]) -> str:
+    """Return the remedy for a reason as a sentence."""
+    clause = remedies.get(reason, "read the pitfalls about this reason in the documentation")
+    return f"{clause[:1].upper()}{clause[1:]}."
+
+
+def sessions_query(reason: str) -> str:
+    """Return the query of the list of sessions that were dropped, with evaluation sessions if that is the reason."""
+    return urlencode({"status": "dropped"} | ({"evaluation": "shown"} if reason == "eval" else {}))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pydantic import JsonValue
 from starlette.responses import Response
 
-from headrace_console.drop_reasons import describe_reason
+from headrace_console.flow_rules import describe_reason
 from headrace_console.pages.frame import LINES_LENGTH_MAX
 from headrace_console.pages.page import Page, Visit
 from headrace_console.pages.session import message_text, message_values

@@ -10,8 +10,8 @@ from markupsafe import Markup
 from starlette.responses import Response
 
 from headrace_console import charts, learning
-from headrace_console.drop_reasons import describe_reason, sessions_query
 from headrace_console.flow import Cause, Facts, find_cause
+from headrace_console.flow_rules import describe_reason, sessions_query
 from headrace_console.learning import Learning, ScoredVersion
 from headrace_console.pages.page import Page, Visit
 from headrace_console.read_model import queries

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from headrace_console.advantages import Steps, describe_advantage, first_version, step_name, training_sentences
 from headrace_console.dead_letters import refusal_reasons
-from headrace_console.drop_reasons import describe_reason
+from headrace_console.flow_rules import describe_reason
 from headrace_console.pages.page import NotFound, Page, Visit
 from headrace_console.pages.sessions import parse_position
 from headrace_console.read_model import queries, tables
