@@ -138,6 +138,17 @@ def test_parquet_and_arrow_are_read_like_json(tmp_path: Path) -> None:
         rows(tmp_path / "broken.parquet")
 
 
+def test_a_date_outside_of_the_calendar_makes_its_row_invalid_and_no_other(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="reading tables needs pyarrow, which is no dependency")
+    parquet = importlib.import_module("pyarrow.parquet")
+    times = pyarrow.array([0, 2**40, 1], pyarrow.timestamp("s"))
+    parquet.write_table(pyarrow.table({"n": [1, 2, 3], "at": times}), tmp_path / "rows.parquet")
+    read = rows(tmp_path / "rows.parquet")
+    assert [number for number, _ in read] == [1, 2, 3]
+    assert [isinstance(row, BadRow) for _, row in read] == [False, True, False]
+    assert "date value out of range" in str(read[1][1])
+
+
 @settings(max_examples=40)
 @given(st.lists(st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=8)), max_size=8))
 def test_json_lines_are_read_as_written(tmp_path_factory: pytest.TempPathFactory, expected_rows: list[Any]) -> None:

@@ -266,9 +266,25 @@ def read_arrow(path: Path) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
 def _enumerate_rows(batches: Iterable[Any]) -> Iterator[tuple[int, dict[str, Any] | BadRow]]:
     number = 0
     for batch in batches:
-        for row in batch.to_pylist():
+        for row in _batch_rows(batch):
             number += 1
             yield number, row
+
+
+def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | BadRow]:
+    """Yield the rows of a batch. Rows with a value that Python cannot represent, such as a date in the year 20000, are
+    invalid, and the others are not."""
+    try:
+        rows = batch.to_pylist()
+    except (ValueError, OverflowError) as error:
+        if batch.num_rows == 1:
+            yield BadRow("format", f"a column cannot be read: {error}; change the value, or leave the column out")
+            return
+    else:
+        yield from rows
+        return
+    for position in range(batch.num_rows):
+        yield from _batch_rows(batch.slice(position, 1))
 
 
 def _library(path: Path, name: str = "pyarrow") -> Any:
