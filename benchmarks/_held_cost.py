@@ -17,8 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks._shapes import PROMPT, SHAPES
-from benchmarks._steps import batch_of
+from benchmarks._steps import PROMPT, SHAPES, batch_of
 from headrace_runtime.grammars import vocabulary
 from headrace_schemas import Branch, Span, TokenGrammar
 from headrace_trainer.algorithms.settings import LossSettings

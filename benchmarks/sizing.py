@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks._shapes import SIZES
+from benchmarks._steps import SIZES
 from headrace_cli.terminal import ProgressDisplay
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.sizes import Shape, Sizes

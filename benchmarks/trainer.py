@@ -33,8 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import _disk_use
-from benchmarks._shapes import SHAPES
-from benchmarks._steps import PEERS, Workload, compare_with_trl
+from benchmarks._steps import PEERS, SHAPES, Workload, compare_with_trl
 from headrace_cli.terminal import ProgressDisplay
 
 TOKENS, VOCABULARY = 32_768, 152_000

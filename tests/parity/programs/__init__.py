@@ -1,5 +1,5 @@
 """One file for each document or part of it. Importing `ALL` announces all programs."""
 
-from tests.parity.programs import article_training, training_tool, trinity, tuner
+from tests.parity.programs import article_training, training_tool, tuner
 
-ALL = (article_training, training_tool, trinity, tuner)
+ALL = (article_training, training_tool, tuner)
