@@ -156,7 +156,7 @@ def choosing(stage: Stage) -> None:
         ))  # fmt: skip
         options = PromptTuneConfig(optimization_level="brute")
         raises(UsageError, "one of light", lambda: tune_prompt(
-            tuner_workflow=prompted, init_system_prompt="Solve.", judge_func=judge, train_dataset=data, config=options
+            workflow=prompted, init_system_prompt="Solve.", judge_func=judge, train_dataset=data, config=options
         ))  # fmt: skip
 
 
