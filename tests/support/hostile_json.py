@@ -309,7 +309,7 @@ _AT_ONCE = 4
 
 
 def feedback_body(tenant: str, sessions: int = SESSIONS) -> dict[str, object]:
-    """Return the feedback_body of feedback about one answer in each of `sessions` sessions."""
+    """Return the body of feedback about one answer in each of `sessions` sessions."""
     listed = [ids.response_id(ids.session_key(tenant, ids.uuid7().hex)) for _ in range(sessions)]
     return {"msg_ids": listed, "value": 1}
 

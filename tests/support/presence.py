@@ -54,7 +54,7 @@ absent: dict[str, str] = {}
 
 
 def need(name: str) -> None:
-    """Skip the test if `name` is missing_browser, or fail it if `name` is required."""
+    """Skip the test if `name` is missing, or fail it if `name` is required."""
     reason = CHECKS[name]()
     if reason is None:
         used.add(name)

@@ -1,4 +1,10 @@
-"""Helpers for processes: commands that must succeed, running processes, waiting with a limit, and free ports."""
+"""Helpers for processes: commands that must succeed, waiting with a limit, free ports, and the reaper.
+
+The reaper is a separate process, which runs this file. It waits for the end of the tests, kills the remaining processes
+and removes the folders of `folder_prefix`. `start_reaper` sets an environment variable, which every descendant
+inherits. So no test has to register a process, and the end of a thread is not mistaken for the end of the process, as
+with a parent-death signal. Linux only.
+"""
 
 from __future__ import annotations
 
