@@ -303,7 +303,7 @@ def measure_database(name: str, sessions: int, arriving: int) -> dict[str, Any]:
         try:
             result: dict[str, Any] = {}
             for part, measure, size in (("intake", intake, arriving), ("pages", pages, sessions)):
-                url = node.url() if node is not None else "sqlite"
+                url = node.empty_url() if node is not None else "sqlite"
                 common = Common.model_validate({"data_dir": root / part, "database": {"url": url}})
                 (root / part).mkdir()
                 if size:
