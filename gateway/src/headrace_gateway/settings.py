@@ -72,7 +72,9 @@ class KeySettings(Section):
 
 
 class CaptureSettings(Section):
-    """How a turn becomes durable before its client sees the end of the response (P1)."""
+    """How a turn is stored on the bus, or on the gateway's disk while the bus is away, before its client sees the end
+    of the response.
+    """
 
     FIXED: ClassVar = {"spool_tenant_share": "half of the spool"}
 

@@ -123,9 +123,11 @@ class Work:
 
 
 class RequestLimits:
-    """Meters of one gateway process. Several gateways do not share them.
+    """Limits of one gateway process on requests and captured bytes: for each key, each tenant, and all requests
+    together.
 
-    With a `tenant_share`, each tenant may use this part of the total, so that no tenant can exhaust it.
+    Each gateway process counts only its own requests. With a `tenant_share` (a part of 1), no tenant gets more than
+    that part of the total limits, so that no tenant can use up the limits of all.
     """
 
     def __init__(

@@ -99,7 +99,10 @@ class CapturedTurns:
             self._add(identity, turn)
 
     def recall(self, identity: CallIdentity, turn: CapturedTurn) -> None:
-        """Remember a turn of an earlier process, unless its session has newer turns of this one."""
+        """Remember a turn that was captured before this process started, and was now read back from the bus.
+
+        It is ignored if this process has itself captured turns of the same session, which are newer.
+        """
         with self._lock:
             if identity.session_key not in self._own:
                 self._add(identity, turn)
@@ -150,10 +153,19 @@ def reference(
 def unseen_answer(
     call: ChatCall, version: str, replica: Replica, earlier: Sequence[CapturedTurn]
 ) -> tuple[CapturedTurn, int] | None:
-    """Return the newest turn, and its choice, that `call` continues, unless `replica` itself knows its tokens.
+    """Return the earlier answer that `call` continues if the replica needs its exact tokens from the gateway, else
+    None.
 
-    A replica knows the tokens of the answers that it has sampled since its start. Other versions may have other
-    tokenizers, so only turns of `version` count.
+    A replica needs no tokens of answers that it has sampled itself since its start.
+
+    Args:
+        call: the new call.
+        version: version that will answer. Only its turns count, because other versions may have other tokenizers.
+        replica: replica that will answer.
+        earlier: remembered turns of the session.
+
+    Returns:
+        The turn, and the number of the answer (choice) among its answers.
     """
     continued = [
         (turn, choice)

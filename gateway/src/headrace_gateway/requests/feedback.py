@@ -139,7 +139,10 @@ def check_values_of(event: Feedback, values: SourceValues) -> None:
 
 
 def _field_of(event: Feedback, source: str) -> str:
-    """Return the field that gave the value of `source`."""
+    """Return the field of the feedback event that contains the value for a reward source.
+
+    It is `parts.NAME` if the source is that of the metric NAME, else `label`, `value` or `rating`.
+    """
     part = next((metric for metric in event.parts if metric_source(event.source, metric) == source), None)
     if part is not None:
         return f"parts.{printable(part)}"
@@ -168,10 +171,18 @@ def from_trinity(request: TrinityFeedback) -> FeedbackRequest:
 
 
 def turns_by_session(tenant: str, session_id: str | None, targets: Sequence[str]) -> dict[str, list[str]]:
-    """Return the turns of each session key without duplicates, in the order of their first mention.
+    """Group the turns that feedback is about by their sessions, because each session gets an event of its own.
 
-    An id of unknown format is assigned to the named session, else to the first of the others. Without any session the
-    id gets its own key, so that the feedback is stored and counted.
+    Args:
+        tenant: tenant of the caller.
+        session_id: session that the request names, or None.
+        targets: ids of the responses that the request names.
+
+    Returns:
+        The response ids of each session key, without duplicates and in the order of their first mention. If no response
+        is named, the named session has an empty list. An id of unknown format belongs to the named session, else to the
+        first of the others; if there is no session at all, it gets a session key of its own, so that the feedback is
+        stored.
     """
     named = None if session_id is None else ids.session_key(tenant, session_id)
     turns: dict[str, list[str]] = {} if named is None else {named: []}
@@ -221,7 +232,10 @@ class LogEnds:
 
 
 def _retrieve_error(task: asyncio.Task[Ends]) -> None:
-    """Retrieve the exception of a task whose callers may all have been cancelled."""
+    """Retrieve the exception of a finished task, so that asyncio does not log it as never retrieved.
+
+    All callers that waited for the task may have been cancelled.
+    """
     if not task.cancelled():
         task.exception()
 

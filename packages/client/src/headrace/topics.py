@@ -72,7 +72,7 @@ class Entry:
 
     @property
     def place(self) -> int:
-        """Deprecated alias of `sequence`."""
+        """Old name of `sequence`, the record's position among the records with the same key. Deprecated."""
         return self.sequence
 
 

@@ -31,7 +31,10 @@ _Groups = dict[str, dict[str, tuple[EntryPoint, ...]]]
 
 
 class PluginError(HeadraceError, ValueError):
-    """No installed package announces a name, or an extension cannot be used. In a setting it stops the start."""
+    """An extension cannot be used: no installed package provides its name, or it fails to load.
+
+    If a setting names the extension, the service does not start.
+    """
 
 
 class Registry(Generic[T]):

@@ -132,11 +132,11 @@ class Feedback(Opinion, Event):
 
 
 def value_count(level: Level | None, responses: int, metrics: int) -> int:
-    """Return the largest number of values that one feedback event can give.
+    """Return the largest number of reward values that one feedback event can give: its targets times its metrics.
 
     Args:
-        level: what the values are about. With `turn`, each listed response gets its own values. With None the same may
-            be true, because it depends on whether all responses of a run are listed. Otherwise there is one target.
+        level: what the feedback is about. With `turn`, each listed response is a target. With None they may be, because
+            it depends on whether all responses of a run are listed. Otherwise there is one target.
         responses: number of listed responses.
         metrics: number of named values in `parts`; 0 if there is only `value`.
     """

@@ -46,7 +46,11 @@ def no_logprobs_reason(turn: Turn) -> NoLogprobs | None:
 
 
 def untrained_reason(turn: Turn) -> str | None:
-    """Return the reason why no algorithm trains the turn, as the account names it, or None if some algorithm does."""
+    """Return why no algorithm can train the turn, or None if some algorithm can.
+
+    The reason is one of the words that the account of captured turns counts by: `eval` for a call of an evaluation,
+    `undelivered`, `empty`, or the turn's own `untrained`.
+    """
     return "eval" if turn.purpose == "eval" else turn.untrained or left_out_reason(turn)
 
 

@@ -59,7 +59,15 @@ class PageSums:
             self._entries.extend([0] * missing)
 
     def put(self, pages: Mapping[int, tuple[int, int]], total: int) -> None:
-        """Store checksums durably by page number, for a file of `total` pages. Raises `OSError`."""
+        """Store the checksums of changed pages of the database file, and wait until they are on the disk.
+
+        Args:
+            pages: CRC-32 and Adler-32 of each page, by its number.
+            total: number of pages of the database file. Checksums of pages beyond it are removed.
+
+        Raises:
+            OSError: the checksums cannot be written.
+        """
         self.reserve(total)
         for number, checksums in pages.items():
             if number <= total:

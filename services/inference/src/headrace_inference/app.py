@@ -183,7 +183,10 @@ def _supported_forms(engine: Engine, parsers: Parsers) -> tuple[str, ...]:
 
 
 def _no_check(_tokenizer: ChatTokenizer, _vocabulary: int) -> str:
-    """Accept every tokenizer: the check of a replica that does not constrain answers. Return an empty reason."""
+    """Accept the tokenizer of any version, because this replica does not constrain answers by grammars.
+
+    Return an empty text, which means that nothing speaks against the tokenizer.
+    """
     return ""
 
 

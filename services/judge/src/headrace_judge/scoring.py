@@ -112,9 +112,14 @@ def _line(opponent: str, judgement: Judgement) -> str:
 
 
 def _medians(readings: Sequence[Reading]) -> tuple[dict[str, float] | Judgement, str]:
-    """Return the median score of each criterion, and the reason of the first verdict with scores.
+    """Combine the readings of several answers of the judge to the same question.
 
-    Without scores in more than half of the verdicts, return a judgement without a value instead of the scores.
+    Args:
+        readings: a verdict for each answer, or the reason why the answer was unreadable.
+
+    Returns:
+        The median score of each criterion, and the reason that the first verdict with scores gives. Unless more than
+        half of the readings have scores, a judgement without a value and an empty reason.
     """
     scored = [item for item in readings if isinstance(item, Verdict) and item.criteria is not None]
     if 2 * len(scored) > len(readings):

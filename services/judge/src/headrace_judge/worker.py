@@ -45,10 +45,10 @@ _QUEUED_TENANTS_MAX = 64
 
 
 class TrajectoryHandler:
-    """Stream handler that queues trajectories for the worker.
+    """Stream handler that stores a job for each trajectory and rubric; the worker judges them later.
 
     Args:
-        judged_by: name of the judge for each rubric, as rewards contain it.
+        judged_by: for each rubric, by its name, the name of the judge that its rewards show.
     """
 
     def __init__(

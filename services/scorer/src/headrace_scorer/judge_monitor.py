@@ -90,14 +90,21 @@ class Agreement(BaseModel):
         return math.fsum(self.won) / len(self.won) + 1 / (tested + 1)
 
     def has_drifted(self, *, reference: int, error: float) -> bool:
-        """Return whether the evidence reaches the alarm threshold."""
+        """Return whether the judge disagrees with people significantly more than it did at first.
+
+        Args:
+            reference: number of first runs that determined the usual disagreement.
+            error: allowed probability of a false alarm.
+        """
         return self.bound is not None and self.evidence(reference) >= alarm_at(error)
 
 
 def alarm_at(error: float) -> float:
-    """Return the evidence at which an alarm is raised.
+    """Return the evidence from which a judge counts as drifted: 2 / `error`.
 
-    The bound of the reference has used the other half of `error`.
+    Args:
+        error: allowed probability of a false alarm. One half is used here; the other half was used for the bound on the
+            usual disagreement, which may be wrong too.
     """
     return 2 / error
 

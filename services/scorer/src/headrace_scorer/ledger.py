@@ -71,7 +71,10 @@ class LedgerEntries:
 
     @property
     def from_feedback(self) -> dict[EntryKey, Row]:
-        """By key: the newest row among those that were computed from feedback."""
+        """Newest ledger row of each reward, edit or preference that feedback gave, by its key.
+
+        Rows from other origins, such as judges and reward functions, are left out.
+        """
         return dict(self._from_feedback)
 
     def next_revision(self, key: EntryKey) -> int:

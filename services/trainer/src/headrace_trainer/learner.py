@@ -199,15 +199,17 @@ class Learner(Protocol):
         """
 
     def restore(self, folder: Path, *, with_random: bool) -> None:
-        """Restore the state that a copy of this learner, or of one in an earlier process, has written into `folder`.
+        """Restore the state of a learner from a snapshot that `Copy.write` stored in `folder`.
+
+        The snapshot may come from this learner or from one in an earlier process.
 
         Args:
-            folder: The folder. It is removed afterwards.
+            folder: The folder with the snapshot. It is removed afterwards.
             with_random: Restore random numbers too, so that the next step is the same as it would have been after the
-                copy; otherwise restore only weights and optimizer.
+                snapshot; otherwise restore only weights and optimizer.
 
         Raises:
-            SettingError: The copy is of another model, or of settings that cannot continue from it.
+            SettingError: The snapshot is of another model, or of settings that cannot continue from it.
         """
 
     def load(self, folder: Path) -> None:

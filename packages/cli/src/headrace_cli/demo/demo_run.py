@@ -272,7 +272,10 @@ class DemoRun:
                 await self.watch.changed.wait()
 
     async def _wait_last_audit(self) -> None:
-        """Wait until the last champion is measured, because versions are measured after they have taken over."""
+        """Wait until the newest champion has its score of the audit.
+
+        A version is audited only after its promotion, so its score comes later than the promotion.
+        """
         watch = self.watch
         async with _within(_LAST_AUDIT_S_MAX, f"{watch.champions[-1]} was not measured"):
             while watch.champions[-1] not in watch.scores:

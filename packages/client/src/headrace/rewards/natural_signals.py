@@ -83,9 +83,10 @@ Signal = Callable[[Sequence[Exchange], Mapping[str, Any]], Iterable[Hint]]
 
 
 def exchanges(trajectory: Trajectory) -> list[Exchange]:
-    """Split a trajectory into exchanges: each answer of the model with the messages around it.
+    """Split a trajectory into exchanges: each captured answer of the model, with the messages before and after it.
 
-    The spans of the first branch are the last answers of its dialogue. The client sent the earlier answers itself.
+    Only the last answers of the dialogue were captured (one for each span of the first branch). Earlier ones were in
+    the client's first prompt, and are left out.
     """
     if not trajectory.branches or not trajectory.dialogues:
         return []

@@ -65,7 +65,11 @@ class Row:
 
     @property
     def certainty(self) -> float:
-        """Certainty that the gain is more than `SHARE_MAX` of the true reward's gain."""
+        """Certainty (0 to 1) that this control gains more than `SHARE_MAX` times what training on the true reward
+        gains.
+
+        A control without information should not, so a high certainty is a warning.
+        """
         return certainty_above(self.gain, self.true_gain, SHARE_MAX)
 
     @property

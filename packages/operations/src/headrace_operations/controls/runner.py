@@ -128,9 +128,10 @@ async def run(request: Request, tick: Tick) -> Report:
 
 
 def _with_base_folder(request: Request) -> Request:
-    """Return the request with `trainer.base` set to the folder of the base.
+    """Fetch the base model of the experiment, and return the request with its folder as the setting `trainer.base`.
 
-    The base is fetched here, because the programs of the experiment have a scratch folder as data directory.
+    The programs of the experiment get a scratch folder as data directory, in which they would not find a base model
+    that was downloaded earlier.
     """
     base = base_folder(Overrides(request.config, request.settings, request.environ))
     return replace(request, settings={**request.settings, "trainer.base": str(base)})

@@ -241,10 +241,10 @@ class HeldOutTasks:
         return len(self._texts_by_words)
 
     def check(self, row: DataRow) -> None:
-        """Check that no user message of the row leaks a task.
+        """Check that no user message of a training row contains a task that is held out for evaluation.
 
         Raises:
-            BadRow: a message leaks a task.
+            BadRow: a message contains such a task; the error names the task.
         """
         first = [*row.prompt, *row.answers[0]]
         for message in (message for message in first if message.role == "user"):

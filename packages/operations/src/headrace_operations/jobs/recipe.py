@@ -56,7 +56,10 @@ class _Strict(BaseModel):
 
 
 class TrainingStage(_Strict):
-    """One stage of a training recipe: a job on the data `sources`, or online training while a program plays."""
+    """One stage of a training recipe.
+
+    A stage either trains on data sets (`sources`), or runs a program (`play`) and trains on its model calls meanwhile.
+    """
 
     algorithm: str
     sources: tuple[str, ...] = ()

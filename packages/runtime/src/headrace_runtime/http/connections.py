@@ -43,10 +43,11 @@ class ConnectionLimits:
         self._is_logged = False
 
     def open(self, connection: Connection) -> bool:
-        """Add a connection, and return whether it may stay.
+        """Add a new connection, and return whether it may stay open.
 
-        At the limit the connection that was idle longest is closed, those without a key first. Without an idle one, the
-        response is given up that has waited longest for its client.
+        When there are as many connections as allowed, another one is closed for it: first idle ones whose client has
+        sent no valid key, then other idle ones, then those whose client does not read its response, each time the one
+        that has waited longest. If there is none of these, the new connection may not stay.
         """
         if len(self._open) >= self.connections_max:
             candidates = next((connections for connections in (*self._idle, self._unread) if connections), None)

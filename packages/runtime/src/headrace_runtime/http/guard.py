@@ -237,7 +237,11 @@ def _signature(replica: Replica, key: str) -> str:
 
 
 class BrowserLogin:
-    """Middleware that passes the password of Basic authentication on as a bearer token, and requests one for pages."""
+    """Middleware that lets people log in with a browser: the password that they enter is their token.
+
+    The password of Basic authentication is passed on as a bearer token. A page that is refused with 401 makes the
+    browser open its login dialog.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

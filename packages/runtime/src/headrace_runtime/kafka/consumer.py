@@ -185,7 +185,13 @@ class Offsets:
     """
 
     def __init__(self, bus: BusSettings, group: str | None, client: str = "") -> None:
-        """Create the reader. Without a group only `ends` is available."""
+        """Create the reader of offsets.
+
+        Args:
+            bus: the settings of the bus.
+            group: the consumer group whose committed offsets are read. With None only `ends` may be called.
+            client: the id of the Kafka client, by default the name of the group followed by `-offsets`.
+        """
         self._bus = bus
         self._group = group
         self._client = client or f"{group}-offsets"

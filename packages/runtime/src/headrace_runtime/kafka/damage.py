@@ -60,11 +60,15 @@ class Batches:
         return self._data[self._at : self._next][:_KEPT_BYTES_MAX]
 
     def resume(self, position: int) -> int:
-        """Return the offset after the last batch that was read, which begins at or before `position`.
+        """Return the offset at which the consumer continues after a damaged batch.
 
-        The content of a damaged batch is not reliable. So the offset is that of the next complete batch, or it follows
-        from the header if its number of records agrees with its last offset. Otherwise only `position` is skipped, and
-        the next fetch begins after it.
+        If the next batch in the response is intact, it is that batch's first offset. Otherwise the header of the
+        damaged batch gives it, if its number of records agrees with its last offset. Otherwise only `position` is
+        skipped.
+
+        Args:
+            position: the offset from which the consumer was reading. It lies in the damaged batch or after its
+                beginning.
         """
         if self._next < len(self._data) and self._is_complete(self._next):
             following = MemoryRecords(self._data[self._next : self._end(self._next)]).next_batch()

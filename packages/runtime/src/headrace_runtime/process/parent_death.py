@@ -20,11 +20,14 @@ _LIVENESS = "LIVENESS_FD"
 
 
 def bound_to_parent(command: Sequence[str], listener: int | None = None) -> list[str]:
-    """Return the command line that runs `command` as a child of this process.
+    """Return a command line that runs `command` so that the kernel kills it when this process ends (on Linux only).
+
+    Start it from a thread that lives as long as the child should.
 
     Args:
         command: the command.
-        listener: the descriptor of a socket that the caller must pass on to the child.
+        listener: file descriptor of an open socket that the command inherits, or None. The caller must pass the
+            descriptor on to the child.
     """
     return [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(-1 if listener is None else listener), *command]
 

@@ -153,7 +153,11 @@ _CHUNK_BYTES = 262_144
 
 
 def line_of(word: str, value: bytes) -> bytes:
-    """Return the line of a filter program that consists of `word` and the JSON text `value`."""
+    """Return one line for a filter program, which reads its input line by line: `word`, a space, and the JSON text
+    `value`.
+
+    The word tells the program the kind of the value, and `parse_line` is the reverse.
+    """
     return b"%s %s\n" % (word.encode(), value)
 
 

@@ -180,9 +180,10 @@ class Database:
         await self.engine.dispose()
 
     async def ready(self) -> bool | str:
-        """Return whether a trivial query works, or the problem if the disk was full in the last transaction.
+        """Return whether the database can be used: True if it answers a trivial query, False if it does not.
 
-        The query does not wait for a running transaction.
+        If the disk was full in the last transaction, return that problem as text instead. The query does not wait for a
+        running transaction.
         """
         if self._disk_problem is not None:
             return self._disk_problem

@@ -20,7 +20,9 @@ _REST_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """Context of a handler's call."""
+    """Context of one call of a stream handler: the open database transaction, the time, the received record, and the
+    ends of the topics on the bus.
+    """
 
     tx: AsyncConnection
     """The open transaction."""

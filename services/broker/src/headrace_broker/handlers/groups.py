@@ -158,7 +158,9 @@ async def offset_fetch(broker: Broker, call: RequestContext, request: OffsetFetc
 
 
 def _do_nothing() -> None:
-    """Do nothing: an operation whose future completes after all earlier operations."""
+    """Do nothing. Submitted to the writer as an operation, it completes once all earlier operations are done, so a
+    caller can wait for them.
+    """
 
 
 def _fetched(

@@ -131,7 +131,11 @@ async def discard(visit: Visit) -> Response:
 
 
 async def _next_letters(visit: Visit) -> tuple[LetterGroup, list[Row]]:
-    """Return the group of a form, and the next portion of the group's open letters."""
+    """Read from a submitted form which group of dead letters to retry or discard.
+
+    Returns:
+        The group, and its next open letters after the position in the form, at most `PORTION` of them.
+    """
     _check_scope(visit)
     form = await visit.fields(_FORM_FIELDS)
     group = _group({**form, "reason": form.get("kind", "")})

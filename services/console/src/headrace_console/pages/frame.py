@@ -115,7 +115,9 @@ def _visible(text: object) -> str:
 
 
 def _lines(text: object) -> str:
-    """Return a text with its line breaks and visible control characters, cut to 20,000 characters."""
+    """Return a text for a page of several lines: control characters except line breaks become visible symbols, and the
+    text is cut to 20,000 characters.
+    """
     return printable_lines(str(text), LINES_LENGTH_MAX)
 
 

@@ -113,9 +113,12 @@ class Batch:
         return self._session(event.session_key, self._names.number(event.tenant), is_news=is_news)
 
     def session_of_turn(self, turn_id: str, session: SessionRow) -> SessionRow:
-        """Return the session of a turn that an event of `session` names.
+        """Return the session that a turn belongs to.
 
-        It is the session whose key is in the turn's id; without such a key it is `session`.
+        Args:
+            turn_id: id of the turn. It usually contains the key of its session.
+            session: session of the event that names the turn, for example of feedback. It is returned for an id without
+                a key.
         """
         key = key_of_response(turn_id)
         return session if key in (None, session.session_key) else self._session(key, session.tenant)

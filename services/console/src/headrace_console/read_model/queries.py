@@ -230,9 +230,10 @@ def rewards_query(*columns: ColumnElement[Any]) -> Select[Any]:
 
 @dataclass(frozen=True, slots=True)
 class SessionRecords:
-    """Rows of one session: its last turns, the oldest first, and its newest experiences, rewards and feedback.
+    """Database rows that the page of one session shows: its last turns, the oldest first, and its newest experiences,
+    rewards and feedback.
 
-    `texts` has the texts for the numbers in these rows.
+    Rows refer to names, such as those of models and sources, by numbers; `texts` has the name for each number.
     """
 
     turns: Sequence[Row]

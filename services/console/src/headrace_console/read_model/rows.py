@@ -207,7 +207,11 @@ class Names:
         return self._texts[number]
 
     async def refresh(self, tx: AsyncConnection) -> None:
-        """Read the texts that were stored since the last call, and forget those that no transaction has stored."""
+        """Update the cache of texts and their numbers from the database.
+
+        Numbers assigned since the last call are dropped, because their transaction may have been rolled back; then the
+        texts that were committed since that call are loaded.
+        """
         for number in range(self._stored_until + 1, len(self._texts) + 1):
             del self._ids[self._texts.pop(number)]
         table = tables.names

@@ -119,7 +119,10 @@ class TokenTexts:
         return piece.encode("utf-8", "surrogatepass")
 
     def text(self, token_id: int) -> str:
-        """Return the text of a token with visible control characters, and its id if the tokenizer lacks it."""
+        """Return the text of a token for display, with control characters as visible symbols.
+
+        For an id that the tokenizer lacks, return the id as text.
+        """
         data = self.data(token_id)
         return f"\u27e8id {token_id}\u27e9" if data is None else visible_text(data)
 

@@ -43,7 +43,10 @@ class ToolReader(Protocol):
         """Read the next text, and return the content and the complete calls that later text cannot change."""
 
     def end(self) -> ParsedText:
-        """Return the buffered text as content. No text follows."""
+        """End the answer, and return the text that `feed` held back as content, since it did not become a tool call.
+
+        `feed` must not be called afterwards.
+        """
 
 
 class ReasoningReader(Protocol):

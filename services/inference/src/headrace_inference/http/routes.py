@@ -92,7 +92,7 @@ class Served:
 
 
 class Versions(Protocol):
-    """Versions that answer on this replica."""
+    """Model versions that are loaded on this replica, as the HTTP routes look them up."""
 
     def serving(self) -> Sequence[Served]:
         """Return all versions that answer now."""

@@ -206,7 +206,10 @@ class Quarantine:
         self._released += sequences
 
     def begin_next_group(self) -> None:
-        """Begin with the next group, after the present one was released or divided."""
+        """Take the next group of suspected sequences to be retried, after the last one succeeded or was divided.
+
+        `group` is empty if none is left.
+        """
         self.group = deque(self._untried.popleft() if self._untried else ())
 
     def leave(self) -> list[Sequence]:

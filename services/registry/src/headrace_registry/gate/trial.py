@@ -225,10 +225,14 @@ class Trial:
         return SuccessionEvidence(self.candidate, anchor, error, EProcess(null=0.0, gap=self.rule.anchor_margin))
 
     def _next_anchor_state(self, promoted: bool) -> AnchorState:
-        """Return the anchor for the next trial: the earlier version that candidates are compared with besides the
-        champion.
+        """Return the anchor for the next trial.
 
-        A version that was shown to be better than the anchor replaces it and begins a new family.
+        The anchor is an earlier version that each candidate is compared with besides the champion, so that many small
+        losses cannot add up. A version that was shown to be better than the anchor becomes the new anchor, and the
+        number of versions that were compared with the anchor, by which the allowed error is divided, starts again.
+
+        Args:
+            promoted: whether this trial has promoted its candidate.
         """
         succeeded = self._champion_evidence is not None and self._champion_evidence.won
         if promoted:

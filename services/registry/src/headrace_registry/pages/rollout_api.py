@@ -128,7 +128,10 @@ async def _require_rollout(tx: AsyncConnection, rollout_id: str) -> RolloutRecor
 
 
 async def _stop(transition: Transition, _model: ModelRecord, rollout: RolloutRecord, reason: str) -> None:
-    """End the rollout in hold: the version gets no more traffic, and no verdict."""
+    """End a rollout without a promotion and without a rollback.
+
+    The candidate gets no more traffic, but is not withdrawn.
+    """
     await state_changes.hold(transition, rollout, reason, dict(rollout.statistics))
 
 

@@ -31,7 +31,12 @@ def reward(session: SessionRecord, source: str) -> float | None:
 
 @of_source(higher_is_better=True)
 def success(session: SessionRecord, source: str) -> float | None:
-    """Return 1 if the reward is at least 1/2, else 0."""
+    """Return 1 if the session's reward is at least 1/2, else 0; None for a session without a reward.
+
+    Args:
+        session: the session.
+        source: source of the reward; empty for the mean of all sources.
+    """
     value = reward.compute(session, source)
     return None if value is None else float(value >= _SUCCESS)
 

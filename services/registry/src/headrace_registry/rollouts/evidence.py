@@ -275,10 +275,12 @@ class Evidence:
         return Estimate(2.0 * monitor.contrasts.mean, None if error is None else 2.0 * error)
 
     def statistics(self) -> dict[str, float]:
-        """Return the statistics of the rollout and of each metric.
+        """Return the numbers that explain a decision about the rollout, by name: error limits, counts of units, and the
+        state of the tests of each metric.
 
-        A metric is shown at its first reading when there is harm, else at its last one, which promotions depend on. A
-        guardrail's evidence for harm is the log of a wealth; its tests need -ln of their errors.
+        A metric is computed for each unit (user or session) at one or two ages. Once a test has shown harm, the first
+        age is reported, else the last one, on which promotions depend. `METRIC.harm_log_wealth` is the evidence for
+        harm by a guardrail's metric: harm counts as shown at -ln of the test's allowed error.
         """
         numbers = {
             "alpha": self.alpha,

@@ -58,8 +58,10 @@ class Guardrail(Model):
 
     @property
     def measured(self) -> Metric:
-        """The metric of the guardrail, limited to its bounds. Raises `ValueError` if no installed package provides
-        it.
+        """The metric that this guardrail watches. If the guardrail has `bounds`, they replace the metric's own range of
+        values.
+
+        Raises `ValueError` if no installed package provides the metric.
         """
         return metrics.metric_named(self.metric).within(self.bounds)
 

@@ -123,9 +123,10 @@ class Cutter:
         return Selection(batch, unpaired=parties.unpaired)
 
     def _is_early(self, state: LineageState, rules: BatchRules, now: datetime) -> bool:
-        """Return whether too few experiences wait for a batch, and none has waited long enough for anything else.
+        """Return whether there cannot be a batch yet, so that the waiting experiences need not be examined one by one.
 
-        So most records do not cause a look at all waiting experiences.
+        That is so while fewer experiences wait than a batch takes, and none of them has waited as long as the shortest
+        time after which a smaller batch is allowed, or an incomplete pair or group is dropped.
         """
         if len(state.queue) >= rules.experiences or (rules.group_size and not rules.equal_groups):
             return False

@@ -141,7 +141,11 @@ class AdmissionLimits:
 
     @property
     def rules(self) -> CorrectionRules:
-        """Rules of corrections. Without configured ones, the reward of an example is its advantage."""
+        """Rules by which an experience is trained again after its reward has changed.
+
+        Unless the algorithm brings rules of its own, the rewards themselves are compared, without a mapping to other
+        values.
+        """
         return self.correction_rules or CorrectionRules(self.advantage_max, self.correction_min, logprobs=self.logprobs)
 
 

@@ -218,11 +218,16 @@ class LineageState:
         return positions
 
     def undo(self, lost: Mapping[str, Sequence[int]], experiences: Mapping[str, Experience], now: datetime) -> None:
-        """Record the losses that `go_back` returned, and queue again the newest revisions that are fresh enough.
+        """Record which trainings were lost when `go_back` restored an earlier version, and queue those experiences
+        again.
+
+        An experience is queued with its newest revision, unless that is too old by now, the queue has no room, or more
+        than one step has already trained it.
 
         Args:
-            lost: undone revisions of each experience.
-            experiences: the experiences as they were read again from the bus. They may have been dropped before.
+            lost: revisions of each experience whose training is no longer in the weights, as `go_back` returned them.
+            experiences: the experiences, read again from the bus. Those that the bus no longer has are missing.
+            now: the present time, from which their wait for a batch counts.
         """
         for name, revisions in lost.items():
             entry, experience = self.window.get(name), experiences.get(name)

@@ -131,7 +131,13 @@ class Entry(Model):
         return revision in self.revisions or (len(self.revisions) == REVISIONS_MAX and revision < self.revisions[0])
 
     def terms_of(self, part: str) -> tuple[float, float]:
-        """Return the baseline and the scale by which an example was compared."""
+        """Return the baseline and the scale with which an example of this experience was trained.
+
+        Its advantage was `(reward - baseline) / scale`.
+
+        Args:
+            part: name of the example within the experience; empty for the branch itself.
+        """
         details = [contribution.what for contribution in self.contributions if part and contribution.part == part]
         terms = [detail.terms for detail in details if detail is not None and detail.terms is not None]
         return terms[-1] if terms else (self.baseline, self.scale)

@@ -101,9 +101,9 @@ class Lineage:
         return 2 * self.saved.present.weights.size + self.saved.present.optimizer.size
 
     def is_save_due(self, since_s: float) -> bool:
-        """Return whether a save is due, `since_s` seconds after the last one.
+        """Return whether the state must be saved, `since_s` seconds after the last save.
 
-        A version that is due is saved with its last step.
+        That is so when a version is due, much is unsaved (`OUTCOMES_PER_SAVE`), or the save interval has passed.
         """
         stepped, outcomes = self.state.steps != self._steps_saved, len(self.state.outcomes)
         if stepped and self.is_version_due:

@@ -223,7 +223,11 @@ class LineageStore:
         return BlobRef(uri=frame.uri, sha256=sha256, size=size), shared.assembly(files, frame)
 
     def store_optimizer(self, folder: Path) -> BlobRef:
-        """Store the optimizer that a copy wrote into `folder`, as `store_weights` does."""
+        """Store the state of the optimizer for the next save, and return its blob.
+
+        Args:
+            folder: the folder into which `Copy.write` has written the file `OPTIMIZER`. The file is moved out of it.
+        """
         return self._put_file(folder / OPTIMIZER)
 
     def _put_file(self, path: Path) -> BlobRef:

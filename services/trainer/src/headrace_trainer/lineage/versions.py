@@ -31,7 +31,13 @@ from headrace_trainer.lineage.saved import Assembly, Range
 
 
 def check_base(folder: Path) -> None:
-    """Raise `SettingError` when `folder` cannot be the base of a lineage (P7)."""
+    """Check that a folder has what the base model of a lineage needs.
+
+    These are weights in safetensors, a `config.json` and a fast tokenizer, and no irregular files.
+
+    Raises:
+        SettingError: something is missing, or a file is irregular.
+    """
     if not folder.is_dir():
         raise SettingError("trainer.base", str(folder), f"is not a folder; {FORMS}")
     for pattern, content in (("*.safetensors", "weights in safetensors"), ("config.json", "config.json")):

@@ -195,11 +195,12 @@ class HindsightTeacher:
         return [max(prompts, key=lambda _: next(means)) if len(prompts) > 1 else prompts[0] for prompts in candidates]
 
     def _with_target(self, pack: Pack, teachers: Sequence[Row], weights: Sequence[float]) -> Pack:
-        """Return the pass with a distillation target.
+        """Return a forward pass whose loss is the distance from the teacher's distribution (distillation).
 
         Args:
-            teachers: rows with the loss tokens of the pass after the teacher's prompts.
-            weights: weight of each row's tokens, with its sign.
+            pack: the forward pass to train.
+            teachers: for each of its rows the row that the teacher reads: the same answer after the teacher's prompt.
+            weights: weight of each row's tokens. It is negative where an earlier training is undone.
         """
         assert self._policy is not None
         weight_N = torch.tensor(weights).to(pack.weight_N)[pack.row_N]

@@ -96,7 +96,9 @@ def plan(config: Any, settings: TrainerSettings) -> ComparisonPlan:
 
 
 def turning_points(config: Any) -> dict[int, str]:
-    """Return the sequence lengths at which the model may compute in another way, with the names of their settings."""
+    """Return the sequence lengths beyond which the model's attention may be computed in another way, such as the size
+    of its sliding window, each with the name of the setting in the model's configuration.
+    """
     return {value: name for name, value in integers(config.to_dict()) if _LENGTHS.search(name) and value > 1}
 
 

@@ -181,7 +181,12 @@ class TokenAdvantageEstimator(Protocol):
         """
 
     def learn(self) -> Mapping[str, float]:
-        """Train the estimator after a step was taken. Return the advantages for `StepResult.advantages`."""
+        """Train the estimator itself (for example a critic) by one step, after the step of the policy.
+
+        Returns:
+            The advantages that it estimated for this step, by the name of the row, as `StepResult.advantages` holds
+            them. Estimators that are not trained themselves, such as teacher models, return an empty mapping.
+        """
 
     def state(self) -> dict[str, Tensor]:
         """Return copies of the state on the CPU."""

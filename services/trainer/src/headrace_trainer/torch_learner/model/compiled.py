@@ -52,8 +52,10 @@ def mark_layers(model: nn.Module) -> int:
 
 
 def _is_layer(layer: nn.Module) -> bool:
-    """Return whether this is a layer of the model, and not an expert or branch inside one: only layers can
-    recompute."""
+    """Return whether a module is a transformer layer, rather than an expert or a branch inside one.
+
+    Only layers can recompute their activations in the backward pass, so only they have `gradient_checkpointing`.
+    """
     return hasattr(layer, "gradient_checkpointing")
 
 

@@ -215,7 +215,7 @@ def intercept(module: Any, answer: Callable[[Tensor], Tensor] | None = None) -> 
 
 
 def logprobs(logits_NV: Tensor, targets_N: Tensor, temperature_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the logprob of each sampled token and the entropy at its position, at the sample's own temperature."""
+    """Return each sampled token's logprob at its own temperature, and its distribution's entropy without gradient."""
     log_NV = functional.log_softmax(logits_NV / temperature_N[:, None], dim=-1)
     chosen_N = log_NV.gather(-1, targets_N[:, None]).squeeze(-1)
     with torch.no_grad():

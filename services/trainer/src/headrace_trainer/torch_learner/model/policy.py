@@ -210,7 +210,7 @@ class Policy:
 
     @cached_property
     def head(self) -> Head:
-        """The output head, which is examined when it is first needed."""
+        """Output head, which turns hidden states into logits. The first access runs the model to examine it."""
         return self._head_of(self.model)
 
     def _head_of(self, model: Any) -> Head:
