@@ -98,7 +98,7 @@ class CaptureSettings(Section):
 
 
 class UpstreamSettings(Section):
-    """How replicas are called, and how long failures of replicas are hidden from clients (P8)."""
+    """How replicas are called, and how long failures of replicas are hidden from clients."""
 
     hold_s: Positive = 60.0
     """How long a request waits for a replica that can serve it, retries included, before it fails."""

@@ -1,5 +1,5 @@
 """Publisher of events to the bus, or to the spool while the bus is unavailable. `publish` returns once they are
-durable (P1)."""
+durable."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class Transcript:
         return len(ended) == choices
 
     def disagreement(self) -> str | None:
-        """Return the disagreement about the sampled tokens (P2), or None if everything agrees."""
+        """Return the disagreement about the sampled tokens, or None if everything agrees."""
         for index, choice in self.choices.items():
             if len(choice.token_ids) != len(choice.logprobs):
                 return f"choice {index} has {len(choice.token_ids)} token ids and {len(choice.logprobs)} logprobs"

@@ -1,4 +1,4 @@
-"""A finished call as an event: a `Turn`, or a dead letter when its token counts do not agree (P2)."""
+"""A finished call as an event: a `Turn`, or a dead letter when its token counts do not agree."""
 
 from __future__ import annotations
 

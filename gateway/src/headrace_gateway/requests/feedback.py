@@ -1,6 +1,6 @@
 """Conversion of feedback requests to events, one for each session, ordered by the end offsets of the logs.
 
-Consumers check the ids later (P10). Each event lists only the turns of its own session, so that all events together are
+Consumers check the ids later. Each event lists only the turns of its own session, so that all events together are
 about as large as the request.
 """
 

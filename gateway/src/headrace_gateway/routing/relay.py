@@ -1,4 +1,4 @@
-"""Relay of calls to replicas: it tries replicas, waits, and resumes broken streams while one replica is alive (P8).
+"""Relay of calls to replicas: it tries replicas, waits, and resumes broken streams while one replica is alive.
 
 Clients notice failures of replicas only if they last longer than `upstream.hold_s`.
 """

@@ -7,7 +7,7 @@ from headrace_schemas.values.errors import HeadraceError, InvalidEvent
 
 
 class SettingError(HeadraceError):
-    """A setting is unknown, of the wrong type or unsupported. It stops the start-up with exit status 2 (P11)."""
+    """A setting is unknown, of the wrong type or unsupported. It stops the start-up with exit status 2."""
 
     def __init__(self, name: str, value: object, remedy: str) -> None:
         super().__init__(f"setting {name} = {errors.redacted_value(name, value)}: {remedy}")

@@ -162,7 +162,7 @@ class Read(Model):
 
 
 class BatchRecord(Model):
-    """The data for rebuilding a batch (P9): the records that were read before it, and the digest of the result.
+    """The data for rebuilding a batch: the records that were read before it, and the digest of the result.
 
     `digest` covers ids, tokens, masks, logprobs, temperatures and advantages. It does not cover weights, so a rebuilt
     batch can be compared without training. The title of this class in the JSON schema is `Batch`.

@@ -193,7 +193,7 @@ Outcome = Literal["scored", "abstained", "failed", "parse_error", "timed_out", "
 
 
 class Reward(Event):
-    """The reward of one source. `value` is set only if `outcome` is `scored`; no other outcome counts as 0.0 (P6).
+    """The reward of one source. `value` is set only if `outcome` is `scored`; no other outcome counts as 0.0.
 
     For each (`trajectory_id`, `turn_id`, `choice`, `source`) the highest `revision` is valid; earlier ones are history.
     """
@@ -260,7 +260,7 @@ PlainScore = Annotated[Score, BeforeValidator(_to_float)]
 class RewardResult(Model):
     """Result of a reward function: a value with criteria and a reason.
 
-    With `value` None the function abstains, which does not count as 0.0 (P6). If `value` is omitted and `criteria` are
+    With `value` None the function abstains, which does not count as 0.0. If `value` is omitted and `criteria` are
     set, the value is their mean.
     """
 

@@ -3,7 +3,7 @@
 - `POST /v1/logprobs` returns the logprobs of given answers under one version. Replicas that set `Replica.scores` serve
   this route, and the gateway does not forward it. The registry uses it to estimate from the answers of one version how
   another one would perform.
-- The request field `headrace_resume` lets a replica continue a generation that another replica began (P8). The gateway
+- The request field `headrace_resume` lets a replica continue a generation that another replica began. The gateway
   repeats the original request body, including `n` and the sampling parameters, and adds this field. The engine
   continues as if it had sampled these tokens itself after exactly this prompt: it streams only the tokens that follow,
   and its penalties, stop strings, `max_tokens` and `usage` include the given tokens. A choice with a `finish_reason` is

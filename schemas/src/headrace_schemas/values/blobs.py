@@ -91,7 +91,7 @@ class Manifest(Model):
     name: ModelName
     lineage: Text
     step: Annotated[int, Field(ge=0)]
-    """Number of versions that this lineage published earlier. Staleness is a difference of these numbers (P5)."""
+    """Number of versions that this lineage published earlier. Staleness is a difference of these numbers."""
     parent: Version | None = None
     kind: Literal["full", "lora"] = "full"
     base: Version | None = None

@@ -3,7 +3,7 @@
 Each choice of a turn is a node. Its parent is the node with the longest token sequence that is a prefix of its turn's
 prompt. So a rewritten history, a compaction or a sub-agent starts a new sequence. At a fork, the child with the longest
 continuation that has logprobs extends the sequence. Each other child starts a new sequence that repeats the prefix as
-context. So a sampled token lies in exactly one span of exactly one branch (P2).
+context. So a sampled token lies in exactly one span of exactly one branch.
 """
 
 from __future__ import annotations

@@ -279,7 +279,7 @@ class Fleet:
         """Check that a manifest is that of the version to load, with the tokenizer of the model's other versions.
 
         Raises:
-            VersionUnusable: it does not fit (P7).
+            VersionUnusable: it does not fit.
         """
         if manifest.version != local.version:
             raise VersionUnusable(f"{local.version}: its manifest is that of {manifest.version}")

@@ -21,7 +21,7 @@ Reading = Verdict | Unreadable
 
 
 class Judgement(BaseModel):
-    """Judgement of one run. `value` is set exactly if `outcome` is `scored` (P6)."""
+    """Judgement of one run. `value` is set exactly if `outcome` is `scored`."""
 
     model_config = ConfigDict(frozen=True)
 

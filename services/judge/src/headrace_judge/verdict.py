@@ -1,4 +1,4 @@
-"""Parser of the model's answers. It is strict: an answer in any other form is unreadable (P6)."""
+"""Parser of the model's answers. It is strict: an answer in any other form is unreadable."""
 
 from __future__ import annotations
 

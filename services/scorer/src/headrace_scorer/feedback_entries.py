@@ -1,6 +1,6 @@
 """Ledger entries of the feedback about one trajectory, and the edits, preferences and turn rewards of its answers.
 
-Pure; only log offsets order feedback (P10).
+Pure; only log offsets order feedback.
 """
 
 from __future__ import annotations

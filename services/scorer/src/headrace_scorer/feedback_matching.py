@@ -1,4 +1,4 @@
-"""Matching of feedback with trajectories. Pure; the order of arrival makes no difference (P10)."""
+"""Matching of feedback with trajectories. Pure; the order of arrival makes no difference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger table: every revision of every reward, edit and preference, and the entry of feedback in it (P10).
+"""The ledger table: every revision of every reward, edit and preference, and the entry of feedback in it.
 
 Functions run in their caller's transaction.
 """

@@ -2,7 +2,7 @@
 stream but without bus and database.
 
 All feedback is read beforehand, so each branch gets one experience with its final reward, in the order of the
-trajectories. Equal input gives equal output, byte for byte, if the reward functions are deterministic (P9).
+trajectories. Equal input gives equal output, byte for byte, if the reward functions are deterministic.
 
 The filter first reads the lines `closed`, `feedback` and `reward` that may be
 about any of the trajectories, then the lines `trajectory`. It ignores rewards of reward functions, because it calls the

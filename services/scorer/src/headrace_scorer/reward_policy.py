@@ -1,7 +1,7 @@
 """The reward policy, which combines the rewards of many sources into one. Pure.
 
 The reward of a branch is the weighted mean over the sources that scored it, whose weights are renormalised to 1, or
-their weighted sum. A source that abstained, failed or was late takes no part and never counts as 0 (P6).
+their weighted sum. A source that abstained, failed or was late takes no part and never counts as 0.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ class Copy(Protocol):
 
     @property
     def fingerprint(self) -> Fingerprint | None:
-        """Fingerprint of the version's files, for engines to compare with (P7); None where no version was requested.
+        """Fingerprint of the version's files, for engines to compare with; None where no version was requested.
 
         It is computed from the copied weights, rounded as in the files.
         """
@@ -143,7 +143,7 @@ class Learner(Protocol):
     """Interface of a learner, which holds weights and optimizer of one lineage.
 
     Its owner makes one call at a time, and may read `failure` meanwhile. Every method may block. The same base,
-    settings and calls give the same weights, byte for byte on the same machine (P9).
+    settings and calls give the same weights, byte for byte on the same machine.
     """
 
     @property

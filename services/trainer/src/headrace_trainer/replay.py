@@ -1,7 +1,7 @@
 """`python -m headrace_trainer.replay`: computes which batches training would make from a stream of experiences. No
 model is loaded; admission, cutting and batches are the real ones.
 
-Batches do not depend on weights, so training gets the same digests (P9). Facts that only weights decide are taken from
+Batches do not depend on weights, so training gets the same digests. Facts that only weights decide are taken from
 the record of the original lineage as long as the batches are the same: whether a gradient was finite, which experiences
 a step could not train, and after which batches a version was made. For other batches the dry run assumes that every
 gradient is finite, no step fails, no limit of `[trainer.health]` is passed, and that a step changes the weights where

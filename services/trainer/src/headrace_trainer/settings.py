@@ -244,7 +244,7 @@ class TrainerSettings(ServiceSettings):
     pair_wait_s: Positive = 300.0
     """How long an answer waits for the one that it was compared with (`dpo`); then it is dropped as `unpaired`."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
-    """Versions that may lie between the one that sampled an experience and the one that is trained (P5)."""
+    """Versions that may lie between the one that sampled an experience and the one that is trained."""
     steps_per_version: Count = 3
     """Steps between two published versions."""
     max_steps: Count | None = None

@@ -5,8 +5,8 @@ As a filter it reads lines `experience` and writes one line `trained`.
 Admission, cutting, advantages, step and optimizer are those of training, with one exception: versions of another
 lineage count as the newest, however old they are. Two such trainings must differ by rewards alone, so an experience
 must not be dropped as stale in one and trained in the other; importance weights correct the difference between the
-sampling version and the weights. The resulting version is compared and discarded, and never announced (P5 applies to
-versions that serve).
+sampling version and the weights. The resulting version is compared and discarded, and never announced: the
+bound on staleness protects versions that serve.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Reads the trainer's topics from the bus: all partitions are assigned by hand, without a consumer group, and the
-lineage stores the offsets (P4)."""
+lineage stores the offsets."""
 
 from __future__ import annotations
 

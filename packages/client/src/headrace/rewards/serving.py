@@ -125,8 +125,7 @@ async def _trajectory(record: ConsumerRecord) -> Trajectory | None:
 
 
 async def verdict(function: Function, trajectory: Trajectory, source: str, timeout_s: float) -> Reward:
-    """Return the reward of a trajectory. An error of `function` results in its own outcome and never in a score
-    (P6)."""
+    """Return the reward of a trajectory. An error of `function` results in its own outcome and never in a score."""
     return (await verdicts(function, trajectory, source, timeout_s))[0]
 
 

@@ -260,7 +260,7 @@ def serve(
     Raises:
         UsageError: `options` does not name exactly one metric.
         HeadraceError: a play has no score. The registry then starts the trial again, because a failure is not a wrong
-            answer (P6).
+            answer.
     """
     if len(options.metrics) != 1:
         raise UsageError(f"--metric: a gate has exactly one score, but {len(options.metrics)} metrics were given")

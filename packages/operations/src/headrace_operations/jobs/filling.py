@@ -77,7 +77,7 @@ def experiences(row: CheckedRow, epoch: int, *, model: str, version: str, time: 
 def _reward(row: CheckedRow, *, paired: bool) -> float | None:
     """Return the reward of a row: its number, or 1 or 0 for a good or bad label; otherwise None.
 
-    A missing reward is not invented (P6); the field `origin` shows that the row was written for training. Rows with a
+    A missing reward is not invented; the field `origin` shows that the row was written for training. Rows with a
     preference have no reward, because only the comparison counts.
     """
     if paired:

@@ -1,4 +1,4 @@
-"""Content-addressed storage at an fsspec URL: a folder by default, or an object store for several machines (P7).
+"""Content-addressed storage at an fsspec URL: a folder by default, or an object store for several machines.
 
 A blob's name is its SHA-256. So writing it twice is harmless, and readers can check its content.
 """

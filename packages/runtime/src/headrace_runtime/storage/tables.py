@@ -33,7 +33,7 @@ ROWS_AT_ONCE = 200
 
 
 def seen(metadata: MetaData) -> Table:
-    """Define the table of handled event ids, which are written in the transaction of their effect (P4)."""
+    """Define the table of handled event ids, which are written in the transaction of their effect."""
     return Table(
         "seen",
         metadata,

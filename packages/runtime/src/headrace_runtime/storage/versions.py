@@ -186,7 +186,7 @@ def fetch_files(blobs: BlobStore, files: Iterable[File], folder: Path) -> Path:
 
 
 class VersionCache:
-    """Cache of versions as folders on this machine, with files whose digests were checked (P7).
+    """Cache of versions as folders on this machine, with files whose digests were checked.
 
     On the disk of the blob store its files are those of the store, under second names.
     """

@@ -1,5 +1,5 @@
 """Outcomes of reward functions, from a return value or an exception, and the messages over pipes that carry them.
-None and failures are not 0.0 (P6).
+None and failures are not 0.0.
 """
 
 from __future__ import annotations

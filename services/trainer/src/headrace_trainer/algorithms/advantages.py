@@ -2,7 +2,7 @@
 
 Each function takes the branches' rewards, their shares of their runs and their runs' names. A run that was split over
 several branches counts once in every mean, however it was split. Formulas and sources: docs/algorithms.md. Sums are
-correctly rounded (`math.fsum`), so that a replay on another machine makes the same batches (P9).
+correctly rounded (`math.fsum`), so that a replay on another machine makes the same batches.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ TASKS_MIN = 16
 """Number of tasks above which tasks count as not repeating if most of them were seen once: then a task without other
 runs is compared with all tasks."""
 Compute = Callable[[AdvantageInputs, Baselines, Decay, "AdvantageSettings"], tuple[Advantages, Baselines]]
-"""Pure, and equal on every machine (P9). It returns advantages in the batch's order, and the baselines with the batch
+"""Pure, and equal on every machine. It returns advantages in the batch's order, and the baselines with the batch
 in them."""
 Worth = Callable[[float, "AdvantageSettings"], float]
 """Maps a reward to the value that is compared. An experience with the value 0 is not trained."""

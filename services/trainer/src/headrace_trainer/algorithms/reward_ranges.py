@@ -14,7 +14,7 @@ Mathematical Statistics 33, 1962; bounded influence: Huber & Ronchetti, "Robust 
 
 The deviation and the means that the estimators remember are repaired where the window refutes them: after a stray that
 came before there were values to compare it with, and after a change to a smaller unit. All of it is plain arithmetic
-on numbers of the stream in its order, so that a replay makes the same batches (P9).
+on numbers of the stream in its order, so that a replay makes the same batches.
 """
 
 from __future__ import annotations

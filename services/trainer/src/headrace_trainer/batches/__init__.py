@@ -1,1 +1,1 @@
-"""Builds batches as arrays from waiting experiences, with the same bytes every time (P9)."""
+"""Builds batches as arrays from waiting experiences, with the same bytes every time."""

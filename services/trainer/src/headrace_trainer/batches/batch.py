@@ -1,6 +1,6 @@
-"""A batch: the arrays that a step trains on. The same experiences in the same order give the same bytes (P9).
+"""A batch: the arrays that a step trains on. The same experiences in the same order give the same bytes.
 
-Token ids are those that were sampled (P2): they are copied from the event and never made from text. A position is
+Token ids are those that were sampled: they are copied from the event and never made from text. A position is
 trained when a span covers it; all other positions are observation.
 """
 

@@ -55,7 +55,7 @@ class Cutter:
     ) -> tuple[WaitingExperience, ...]:
         """Return the batch to train now, empty if no batch is complete.
 
-        Experiences that have become too old (P5), and runs whose group did not come in time, are dropped.
+        Experiences that have become too old, and runs whose group did not come in time, are dropped.
 
         Args:
             recorded_size: in a replay, the size of the batch that the original cut after the record just read; None

@@ -1,5 +1,5 @@
 """Computes the advantages of a batch's experiences, and builds the rows of its examples and its arrays. Pure: no
-state is changed (P9).
+state is changed.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Decide what to do with an experience that has just arrived: validity, supersession, staleness, dedupe. Pure.
 
-Every revision of an experience gets exactly one outcome, now or later, and changes the weights at most once (P4):
+Every revision of an experience gets exactly one outcome, now or later, and changes the weights at most once:
 
 - a revision that was seen before is a redelivery and gets no second outcome;
 - a revision below one seen before comes too late and is dropped;
@@ -312,9 +312,9 @@ def pending_updates_of(
 
 
 def staleness_reason(versions: Sequence[str], history: History, max_staleness: int) -> DropReason | None:
-    """Return why an experience sampled by these versions is too old to be trained (P5), or None if it is fresh.
+    """Return why an experience sampled by these versions is too old to be trained, or None if it is fresh.
 
-    The oldest version of all its spans counts, as the engine reported it (P3). Tokens that no model sampled are never
+    The oldest version of all its spans counts, as the engine reported it. Tokens that no model sampled are never
     stale.
     """
     staleness = history.staleness(versions)

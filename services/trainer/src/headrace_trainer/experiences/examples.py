@@ -3,7 +3,7 @@
 An *example* is one sequence with a mask of the tokens that are in the loss; it becomes one row of a batch. Most
 algorithms use one example of an experience, its branch. A side of a preference is the branch up to the end of the
 answer, with that answer alone in the loss. An edit is the branch up to the beginning of the answer, with the prompt
-exactly as the engine received it (P2), followed by the edit's own tokens.
+exactly as the engine received it, followed by the edit's own tokens.
 
 The window remembers the contributions of each example (`part`) to the weights. An example with a value (an edit, a
 side of a preference) must have contributions of that value in total. An example that was withdrawn or replaced must

@@ -1,4 +1,4 @@
-"""The tree of a lineage's versions, and the distance between two of them (P5).
+"""The tree of a lineage's versions, and the distance between two of them.
 
 Usually the tree is a chain. It branches when the registry refuses a version: the weights go back to the champion, and
 the next version is its child. Staleness is therefore the length of the path between two versions, not a difference of
@@ -45,7 +45,7 @@ class History:
     head_step: int
     replayed: Mapping[str, int] = field(default_factory=dict)
     """Numbers of the versions of the lineage that is replayed. Each of them counts as this lineage's version of the
-    same number, so that a replay makes the same decisions about staleness (P9)."""
+    same number, so that a replay makes the same decisions about staleness."""
     excluded: frozenset[str] = frozenset()
     """Versions whose experiences are not trained, because their rollouts excluded them."""
 

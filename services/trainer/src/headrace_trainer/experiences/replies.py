@@ -3,7 +3,7 @@
 A branch holds the prompt of each answer as the engine received it: after an answer come its end, the next messages, and
 the opening of the next answer. The base's chat template defines the form of a single message of a user. Tokens of
 another form (a tool's result, several messages, a message that a client rewrote) are no reply. No token is created
-here (P2).
+here.
 """
 
 from __future__ import annotations

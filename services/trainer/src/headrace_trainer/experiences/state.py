@@ -1,4 +1,4 @@
-"""The state of a lineage besides its tensors (P4): positions in the stream, waiting experiences, outcomes.
+"""The state of a lineage besides its tensors: positions in the stream, waiting experiences, outcomes.
 
 The state is saved as a whole, together with the weights it belongs to. Its offsets define the part of the stream that
 was read. Each experience of that part is trained (the state has its outcome and its contribution), dropped (the state
@@ -102,7 +102,7 @@ class LineageState:
         """Set the next offset to read of a partition, after the record at `offset` was handled.
 
         Args:
-            reported: whether the record's place in the order of reading is reported, because batches depend on it (P9).
+            reported: whether the record's place in the order of reading is reported, because batches depend on it.
         """
         self.offsets.setdefault(topic, {})[partition] = offset + 1
         if not reported:
@@ -272,7 +272,7 @@ class LineageState:
         self.left_out = [*self.left_out, item.experience.experience_id][-LISTED_MAX:]
 
     def sweep(self) -> None:
-        """Drop waiting experiences that have become too old or unchanged (P5: also right after a restart)."""
+        """Drop waiting experiences that have become too old or unchanged, also right after a restart."""
         for item in self.waiting:
             entry = self.window.get(item.experience.experience_id)
             cause = find_expiry(self.bounded(item.experience), entry, self.history, self.steps, self.limits)

@@ -3,7 +3,7 @@ have sampled it.
 
 The base's chat template is rendered once with a user's message and the answer, and once with the user's message and the
 opening of an answer. The text that the first has after the second is the answer's text, and is tokenized by itself. The
-prompt keeps the tokens that the engine received (P2).
+prompt keeps the tokens that the engine received.
 """
 
 from __future__ import annotations

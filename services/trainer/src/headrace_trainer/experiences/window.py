@@ -1,4 +1,4 @@
-"""The dedupe window: the revisions, the sampling versions and the contributions of every recent experience (P4).
+"""The dedupe window: the revisions, the sampling versions and the contributions of every recent experience.
 
 The window is saved with the weights, so both always describe the same prefix of the stream. It is bounded by count and
 age, but an entry that changed the weights stays for as long as the experience is fresh enough to be trained: once it

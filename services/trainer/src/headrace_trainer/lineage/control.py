@@ -97,7 +97,7 @@ def queue_reversals(
         now: present time.
 
     Returns:
-        The number of experiences that stay in the weights: too old to be trained (P5), no longer on the bus, or without
+        The number of experiences that stay in the weights: too old to be trained, no longer on the bus, or without
             room in the queue.
     """
     remaining = 0

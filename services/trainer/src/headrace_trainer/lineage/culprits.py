@@ -2,7 +2,7 @@
 on parts of the batch.
 
 Each trial step is reverted. After the search the learner is as it was before, random numbers included: the step on the
-remaining experiences is then the same as if the others had never been in the batch (P9).
+remaining experiences is then the same as if the others had never been in the batch.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ class Lineage:
         self.state.leave_out(item, reason)
 
     def _without_recorded(self, items: Sequence[WaitingExperience]) -> Sequence[WaitingExperience]:
-        """Drop the experiences that the original of a replay dropped, even if they would not fail here (P9).
+        """Drop the experiences that the original of a replay dropped, even if they would not fail here.
 
         Return the others.
         """

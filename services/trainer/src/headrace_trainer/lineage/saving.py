@@ -6,7 +6,7 @@ before it.
 the pointer is replaced last, by the lineage's owner alone (`headrace_trainer.lineage.store`).
 
 A version gets its name from its files when the save is written. Until then steps use a provisional name for it. The
-version counts for their staleness as if it were durable, so the duration of a save does not change the training (P9).
+version counts for their staleness as if it were durable, so the duration of a save does not change the training.
 """
 
 from __future__ import annotations
