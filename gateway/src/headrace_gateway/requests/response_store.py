@@ -347,7 +347,10 @@ class CallerResponses:
 
 
 def item_id_of(kind: str, response_id: str, position: int) -> str:
-    """Return the id of the item at `position` of a response's output, by which `CallerResponses.item` finds it."""
+    """Return the id of the item at `position` of a response's output, by which `CallerResponses.item` finds it.
+
+    It begins with `kind`, for example `msg`.
+    """
     return f"{kind}_{response_id.removeprefix(ids.RESPONSE_PREFIX)}-{position}"
 
 

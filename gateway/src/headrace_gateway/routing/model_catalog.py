@@ -129,7 +129,7 @@ class ModelCatalog:
     def draw(self, model: str, identity: CallIdentity) -> tuple[str | None, UnitAssignment | None]:
         """Return the version and the assignment of a session that begins now, by the split of the routing.
 
-        Without a split the version is the champion.
+        If no traffic is split, the version is the champion.
         """
         routing = self._rows.get(model)
         if routing is None or routing.champion is None:

@@ -174,13 +174,17 @@ class SampleRatio:
 
 
 def promotion_error(alpha: float, number: int) -> float:
-    """Return the error probability for promoting the `number`-th version of a family wrongly. Numbers start at 1."""
+    """Return the allowed error probability of promoting a version wrongly.
+
+    `number` counts the versions that are compared with the same anchor, from 1.
+    """
     return _FOR_PROMOTIONS * alpha * _share(number)
 
 
 def succession_error(alpha: float, number: int) -> float:
-    """Return the error probability allowed for making the `number`-th version of a family the new anchor (the version
-    that candidates must beat) although it is not better than the old one.
+    """Return the allowed error probability of making a version the new anchor although it is not better.
+
+    The anchor is the version that candidates must not fall behind; `number` counts those compared with it, from 1.
     """
     return (1.0 - _FOR_PROMOTIONS) * alpha * _share(number)
 

@@ -28,7 +28,7 @@ MECHANISM = "PLAIN"
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """User name and password that clients must send. Without a password all clients are accepted."""
+    """User name and password that clients must send. If there is no password, all clients are accepted."""
 
     username: str = ""
     password: str = ""
@@ -55,7 +55,7 @@ class Login:
         """Whether the client has chosen the mechanism."""
 
     def authenticate(self, message: bytes) -> bool:
-        """Check the client's PLAIN message, and return whether it is accepted. Without a password every message is."""
+        """Check the client's PLAIN message, and return whether it is accepted: always if no password is set."""
         self.done = self.done or self._credentials.match(message)
         self.refused = not self.done
         return self.done

@@ -246,7 +246,15 @@ async def _refuse_unresolved(
 
 
 async def refuse_session(tx: AsyncConnection, now: datetime, session_key: str, tenant: str, error: str) -> list[Event]:
-    """Close all open turns of a session that cannot be read, and dead-letter them."""
+    """Close all open turns of a session that cannot be read, and return a dead letter for each of them.
+
+    Args:
+        tx: the transaction.
+        now: the present time.
+        session_key: key of the session.
+        tenant: tenant of the session. If another tenant has the session, nothing is closed.
+        error: reason why the session cannot be read, for the dead letters.
+    """
     session = await store.lock_session(tx, session_key)
     if session is None or session["tenant"] != tenant:
         return []
@@ -259,7 +267,15 @@ async def refuse_session(tx: AsyncConnection, now: datetime, session_key: str, t
 async def _dead_letter_turns(
     tx: AsyncConnection, now: datetime, turn_ids: Collection[str], error: str, reason: str = "invalid_trajectory"
 ) -> list[Event]:
-    """Close turns without a trajectory, and return a dead letter for each, with its stored content."""
+    """Close turns that get no trajectory, and return a dead letter for each, with the turn's stored content.
+
+    Args:
+        tx: the transaction.
+        now: the present time.
+        turn_ids: ids of the turns.
+        error: message of the dead letters.
+        reason: kind of the error, by which dead letters are grouped.
+    """
     letters: list[Event] = []
     for turn_id, session_key, payload in await store.load_payloads(tx, turn_ids):
         value, headers = (payload or b"")[:_DEAD_LETTER_BYTES_MAX], (("ce_id", turn_id.encode("utf-8", "replace")),)

@@ -47,7 +47,7 @@ class End:
 
 
 async def store_ends(tx: AsyncConnection, now: datetime, *new_ends: End) -> None:
-    """Store ends, to be applied once their offsets are processed."""
+    """Store ends of sessions. They close the sessions once the collector has processed the records before them."""
     rows = [
         {
             "tenant": end.tenant,

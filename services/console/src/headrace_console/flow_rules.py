@@ -59,7 +59,7 @@ class FlowRules:
 
     @classmethod
     def read(cls, common: Common) -> FlowRules:
-        """Return the rules that the settings of these services contain."""
+        """Return the rules by which turns become versions, as the settings of the services contain them."""
         gate = common.section_of("registry", _RegistrySection).gate
         decisive = {name: value for name, value in gate.items() if name in GateRule.model_fields}
         return cls(

@@ -129,7 +129,7 @@ async def _judge(service: StreamService, processor: Processor, lines: Lines) -> 
 
 
 async def _wait_for_jobs(processor: Processor, kind: str, waiting_max: int) -> None:
-    """Wait until at most `waiting_max` jobs are left."""
+    """Wait until the queue has at most `waiting_max` jobs of this kind."""
     while await _waiting(processor, kind) > waiting_max:
         await processor.clock.sleep(_POLL_S)
 

@@ -210,7 +210,7 @@ class FeedbackSet:
 def newest(records: Iterable[P], events_max: int | None = None) -> list[P]:
     """Return the newest records that count together (by default `EVENTS_MAX`), in the order of the log.
 
-    Without a bound, each feedback of a session would cost as much as all that was given before it.
+    If there were no bound, each feedback of a session would cost as much as all that was given before it.
     """
     most = EVENTS_MAX if events_max is None else events_max
     ordered = sorted(records, key=lambda record: record.offset, reverse=True)

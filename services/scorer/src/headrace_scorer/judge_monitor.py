@@ -82,9 +82,9 @@ class Agreement(BaseModel):
         return Agreement(pairs=pairs, total=total, recent=recent, bound=bound)
 
     def evidence(self, reference: int) -> float:
-        """Return the evidence of a drift: the capital of all bets, also of those that have not begun.
+        """Return the evidence that the judge has drifted: the capital of all bets, also of those that have not begun.
 
-        It is 1 at the start.
+        It is 1 at the start. `reference` is the number of first runs that determine the usual disagreement.
         """
         tested = max(0, self.pairs - reference)
         return math.fsum(self.won) / len(self.won) + 1 / (tested + 1)
@@ -254,8 +254,13 @@ async def list_judges(tx: AsyncConnection, settings: DriftSettings) -> list[dict
 
 
 async def reset_judge(tx: AsyncConnection, tenant: str, source: str) -> int:
-    """Delete what was learned about how well a judge agrees with people, so that its next runs become the new
-    reference.
+    """Delete the state about how well a judge agrees with people, so that its next runs define its usual disagreement
+    anew.
+
+    Args:
+        tx: the transaction.
+        tenant: tenant of the judge's rewards.
+        source: source of the judge's rewards.
 
     Returns:
         Number of versions of the judge whose state was deleted.

@@ -253,7 +253,17 @@ def _state(experience: Experience) -> str:
 
 
 def function_rewards(score: TrajectoryScore, now: datetime, source: str, outcome: Outcome) -> Iterator[Reward]:
-    """Yield the reward of the run, the rewards of its turns, and withdrawals of turn rewards that are gone."""
+    """Yield the rewards that follow from the outcome of one reward function for a trajectory.
+
+    These are the reward of the run, the rewards of its turns, and a withdrawal for each turn that the function has
+    rewarded earlier but not now.
+
+    Args:
+        score: the trajectory and its earlier rewards.
+        now: the time of the rewards.
+        source: source of the function's rewards.
+        outcome: result of the function.
+    """
     run_reward = Reward(
         time=now,
         trajectory_id=score.trajectory.trajectory_id,

@@ -276,7 +276,11 @@ async def trajectories_with(tx: AsyncConnection, turn_ids: Collection[str], tena
 
 
 async def fail_scoring(tx: AsyncConnection, trajectory_id: str, error: str) -> list[DeadLetter]:
-    """End the wait of a trajectory whose experiences cannot be computed, and return its dead letter."""
+    """Give up on a trajectory whose experiences cannot be computed, and return its dead letter with the message
+    `error`.
+
+    The list is empty if the trajectory is not stored any more.
+    """
     table = trajectories.c
     query = select(table.partition, table.place, table.session_key, table.payload)
     row = (await tx.execute(query.where(table.trajectory_id == trajectory_id))).one_or_none()

@@ -32,7 +32,7 @@ GRADIENT_FACTOR = "token_weight"
 MEASURED = ("gradient_norm", "learning_rate", "step_seconds", GRADIENT_FACTOR, "tokens_per_second")
 """Measurements that every learner returns. A learner may add others to `StepResult.measured`."""
 WEIGHTS, OPTIMIZER, VERSION = "weights.safetensors", "optimizer.safetensors", "version"
-"""Names of the files and the folder that a copy is written as."""
+"""Names of the files and the folder that a snapshot (`Copy`) is written as."""
 _PIECE_BYTES = 4 << 20
 
 
@@ -100,7 +100,7 @@ class StepResult:
 
 
 class Copy(Protocol):
-    """Copy of weights and optimizer, independent of later steps.
+    """Snapshot of weights and optimizer, which later steps do not change.
 
     Its files contain the lineage's name, so that lineages share no blob.
     """
@@ -113,8 +113,8 @@ class Copy(Protocol):
         """
 
     def write(self, folder: Path, on_weights: Callable[[], None] | None = None) -> None:
-        """Write the copy into the empty `folder`, so that another process of this back end can continue training from
-        it.
+        """Write the snapshot into the empty `folder`, so that another process of this back end can continue training
+        from it.
 
         - `WEIGHTS`: the trained weights. Equal weights give equal bytes, and different weights different bytes.
         - `OPTIMIZER`: the rest of the state that the next step depends on: the optimizer's state, clocks, random
@@ -136,7 +136,7 @@ class Copy(Protocol):
         """
 
     def drop(self) -> None:
-        """Release the memory of the copy. Calling it again has no effect."""
+        """Release the memory of the snapshot. Calling it again has no effect."""
 
 
 class Learner(Protocol):
@@ -190,12 +190,12 @@ class Learner(Protocol):
         """
 
     def copy(self, base: str | None) -> Copy:
-        """Copy the present weights and the optimizer. The call changes nothing.
+        """Take a snapshot of the present weights and the optimizer. The call changes nothing.
 
-        There is at most one copy: the trainer drops it before the next one.
+        There is at most one snapshot: the trainer drops it before the next one.
 
         Args:
-            base: The lineage's first version, if the copy must also become a version.
+            base: The lineage's first version, if the snapshot must also become a version.
         """
 
     def restore(self, folder: Path, *, with_random: bool) -> None:

@@ -33,7 +33,7 @@ class ResponseFrame:
         return self._request.encrypts_reasoning
 
     def item_id(self, kind: str, position: int) -> str:
-        """Return the id of the output item at `position`."""
+        """Return the id of the item at `position` of this response's output, which begins with `kind` (`msg`, say)."""
         return item_id_of(kind, self.id, position)
 
     def tool(self, name: str | None) -> OfferedTool | None:

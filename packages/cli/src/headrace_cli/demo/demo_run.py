@@ -29,9 +29,9 @@ from headrace_schemas import Experience, TrainingMetrics
 
 _POLL_S = 0.5
 _QUIET_S = 4.0
-"""Without a new experience for this time, collector and scorer have processed all runs that ended."""
+"""If no new experience arrives for this time, collector and scorer have processed all runs that ended."""
 _STALLED_S = 20.0
-"""Without a report for this time, the remaining experiences are too few for the trainer's smallest batch."""
+"""If no report arrives for this time, the remaining experiences are too few for the trainer's smallest batch."""
 
 
 class TrainingWait:

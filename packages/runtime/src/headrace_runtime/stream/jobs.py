@@ -43,7 +43,15 @@ class Jobs:
         self._table = tables.jobs
 
     async def enqueue(self, tx: AsyncConnection, job_id: str, kind: str, payload: bytes, due_at: datetime) -> None:
-        """Add a job unless the queue has a job with this id."""
+        """Add a job unless the queue has a job with this id.
+
+        Args:
+            tx: the transaction.
+            job_id: id of the job.
+            kind: name of the part of the queue from which `lease` takes the job.
+            payload: content of the job.
+            due_at: time from which the job may be leased.
+        """
         values = {"kind": kind, "payload": payload, "attempts": 0, "due_ms": epoch_ms(due_at)}
         await upsert(tx, self._table, {"job_id": job_id}, values, update=False)
 
@@ -87,7 +95,7 @@ class Jobs:
         return names
 
     async def lease(self, tx: AsyncConnection, kind: str, now: datetime, lease: timedelta, limit: int) -> list[Job]:
-        """Lease up to `limit` due jobs to the caller until `now + lease`."""
+        """Take up to `limit` due jobs of a kind for the caller. Until `now + lease` no other worker gets them."""
         table = self._table
         query = (
             select(table)

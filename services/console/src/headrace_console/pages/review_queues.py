@@ -69,7 +69,7 @@ async def make(visit: Visit) -> Response:
 
 
 def rules_of(form: Mapping[str, str]) -> QueueRules:
-    """Return the rules of a form. Raises `Refused` 400 for a field that has a value that is not permitted."""
+    """Return the rules of a new review queue from the fields of its form. Raises `Refused` 400 for an invalid value."""
     selection = {name: form[name] for name in FILTERS if form.get(name)}
     parse_filter(selection)
     labels, raters = (_list(form.get(field, "")) for field in ("labels", "raters"))

@@ -273,7 +273,9 @@ class RecordReader:
                 raise Unavailable(f"bus {self._bus.address}: {error!r}") from error
 
     async def read_rows(self, topic: str, rows: Sequence[Row]) -> Mapping[tuple[int, int], Event]:
-        """Return the events of rows as `read` does. Without the bus there are none, so that a page shows the rest."""
+        """Return the events of rows by partition and offset. If the bus does not answer, return none, so that a page
+        shows the rest.
+        """
         try:
             return await self.read(topic, [position_of(row) for row in rows]) if rows else {}
         except Unavailable:

@@ -158,7 +158,7 @@ async def draw_items(tx: AsyncConnection, queue: Queue, selection: Filter) -> in
     """Add the next items to a queue, and return their number.
 
     With a filter, at least a fifth of the items is drawn at random from all sessions of the filter's time range.
-    Without a filter, all items are drawn so.
+    If the filter is empty, all items are drawn so.
 
     Args:
         tx: the transaction.

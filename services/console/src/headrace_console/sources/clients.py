@@ -190,7 +190,13 @@ class GatewayClient:
         self._lock = asyncio.Lock()
 
     async def send(self, user: User, tenant: str, body: Mapping[str, JsonValue], source: str = SOURCE) -> FeedbackReply:
-        """Send feedback of a user about a session or a response of a tenant.
+        """Send feedback of a user to the gateway, about a session or a response of a tenant.
+
+        Args:
+            user: the user, who is named as the rater.
+            tenant: tenant of the session or response.
+            body: fields of the feedback.
+            source: source of the reward that the feedback gives.
 
         Raises:
             Refused: the user may not see the tenant, no key of it is set, the gateway refuses the feedback, or it does

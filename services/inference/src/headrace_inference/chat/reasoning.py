@@ -9,7 +9,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class Reasoning:
-    """The `ReasoningReader` of `<think>` tags before an answer. Without a closing tag all text is reasoning.
+    """The `ReasoningReader` of `<think>` tags before an answer. If there is no closing tag, all text is reasoning.
 
     Tags after the beginning of the answer are text. Whitespace around reasoning belongs to the tags.
 

@@ -324,8 +324,12 @@ def _field(form: AnswerForm) -> str:
 
 
 def _unservable(error: str, field: str) -> Refused:
-    """Return the refusal of a schema that cannot be enforced, with the library's reason but without the grammar that
-    it quotes."""
+    """Return the refusal of a request whose schema cannot be enforced.
+
+    Args:
+        error: message of the grammar library. The grammar that it quotes is left out.
+        field: field of the request that contains the schema.
+    """
     reason = _QUOTED_GRAMMAR.split(error)[0].rpartition("failed to compile JSON schema: ")[2]
     message = f"{field}: the schema cannot be enforced: {' '.join(reason.split())[:_REASON_LENGTH_MAX]}"
     return Refused(400, "unsupported_schema", message, field)

@@ -105,7 +105,7 @@ class KV:
         return self._tensor[:, first : first + count]
 
     def move(self, source: int, target: int, length: int) -> None:
-        """Copy the first `length` tokens of a row to another row."""
+        """Copy the first `length` tokens of the row `source` to the row `target`."""
         self._tensor[:, target, :, :length] = self._tensor[:, source, :, :length]
 
     def swap(self, left: int, right: int, length: int) -> None:

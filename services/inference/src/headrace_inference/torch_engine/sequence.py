@@ -198,7 +198,7 @@ class RowParameters:
         self.special[row] = penalised | truncated | guided | biased | (TOP if sampling.top_logprobs else 0)
 
     def move(self, source: int, target: int) -> None:
-        """Copy a row to another row."""
+        """Copy all columns of the row `source` to the row `target`."""
         for column in self._columns:
             column[target] = column[source]
 

@@ -103,9 +103,10 @@ class Trial:
         champion: str | None,
         anchor_state: AnchorState = CHAMPION_IS_ANCHOR,
     ) -> None:
-        """Create the `number`-th trial of its family.
+        """Create the trial of a candidate.
 
         Args:
+            number: how many versions were compared with this anchor, including this one.
             anchor_state: the anchor, and the champion's evidence that it is better.
         """
         self.rule = rule

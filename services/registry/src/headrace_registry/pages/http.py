@@ -106,7 +106,7 @@ async def model_state(
 async def _unserved_reason(tx: AsyncConnection, record: ModelRecord, replicas: Sequence[Replica]) -> str | None:
     """Return why no replica serves the model, or None if one does.
 
-    Without a champion, the reason is the delay of the candidate, or the refusal of the newest version.
+    If the model has no champion, the reason is the delay of the candidate, or the refusal of the newest version.
     """
     if record.champion is not None:
         reason = probe.unserved_reason(record.champion, replicas)

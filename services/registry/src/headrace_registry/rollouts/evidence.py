@@ -151,7 +151,8 @@ class Findings:
 class Evidence:
     """Evidence about one candidate compared with its control.
 
-    `number` is the candidate's position in its family, from 1.
+    `number` counts the candidates that were compared with the same champion or its equals (the family), from 1. A later
+    candidate gets a smaller part of the allowed error.
     """
 
     def __init__(self, plan: RolloutPlan, number: int = 1) -> None:

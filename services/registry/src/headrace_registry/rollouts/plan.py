@@ -149,7 +149,7 @@ class RolloutPlan(Section):
     watched: tuple[Text, ...] = Field(default=("success", "latency", "satisfaction"), max_length=8)
     """Further metrics that are measured and shown; no decision depends on them."""
     alpha: Probability = 0.05
-    """Probability of a wrong promotion, over all versions of a family together."""
+    """Probability of a wrong promotion, over all versions together that are tried against a champion or its equals."""
     beta: Probability = 0.05
     """Probability that a version without harm is rolled back."""
     sample_ratio_error: Probability = 0.01

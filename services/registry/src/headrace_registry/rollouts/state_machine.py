@@ -60,7 +60,7 @@ class RolloutDecision:
     reason: str
     statistics: Mapping[str, float] = field(default_factory=dict)
     improved: bool = False
-    """Whether a promoted version was shown to be better, so that a new family begins."""
+    """Whether a promoted version was shown to be better, so that the count `family` begins again."""
 
 
 @dataclass(frozen=True, slots=True)

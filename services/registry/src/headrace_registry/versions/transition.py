@@ -115,7 +115,7 @@ class Transition(StateChanges):
         await self.record_decision(version.model, version.version, "evaluated", statistics=statistics)
 
     async def begin_trial(self, model: ModelRecord) -> int:
-        """Return the number of the next trial in its family. It is used up, even if the trial never ends."""
+        """Return the number of the next trial against the model's anchor. Each call uses up a number."""
         await self.tx.execute(update(MODELS).where(MODELS.c.model == model.model).values(trials=model.trials + 1))
         return model.trials + 1
 

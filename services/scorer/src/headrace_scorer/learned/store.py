@@ -55,7 +55,16 @@ async def store_features(
 async def store_thumbs(
     tx: AsyncConnection, now: datetime, source: str, trajectory_id: str, tenant: str, values: Mapping[str, float]
 ) -> None:
-    """Store the present value of each rater for a run. Earlier thumbs of raters without a value are withdrawn."""
+    """Store the thumbs (ratings by people) that a run has now, for training the reward model of its tenant.
+
+    Args:
+        tx: the transaction.
+        now: the present time.
+        source: source of the rewards that the reward model gives.
+        trajectory_id: id of the run.
+        tenant: tenant of the run.
+        values: present value of each rater. Raters with an earlier thumb who are missing here have withdrawn it.
+    """
     table = thumbs.c
     query = select(table.rater, table.value).where(table.trajectory_id == trajectory_id)
     before: dict[str, float | None] = {row.rater: row.value for row in await tx.execute(query)}
@@ -71,7 +80,14 @@ async def store_thumbs(
 
 
 async def tenants_to_refit(tx: AsyncConnection, source: str, share: float) -> Sequence[str]:
-    """Return the tenants whose new thumbs are at least the `share` of the thumbs that their model was fitted to."""
+    """Return the tenants whose reward model should be fitted again, because enough thumbs have arrived since the last
+    fit.
+
+    Args:
+        tx: the transaction.
+        source: source of the rewards that the reward models give.
+        share: smallest number of new thumbs, as a share of the thumbs that the model was fitted to.
+    """
     table = reward_models.c
     fresh = (table.source == source) & (table.fresh > 0) & (table.fresh >= share * table.counted)
     query = select(table.tenant).where(fresh).order_by(table.tenant).limit(_TENANTS_MAX)
@@ -81,7 +97,9 @@ async def tenants_to_refit(tx: AsyncConnection, source: str, share: float) -> Se
 async def training_data(
     tx: AsyncConnection, tenant: str, source: str, thumbs_max: int, others_max: int
 ) -> TrainingData:
-    """Load the newest `thumbs_max` runs with thumbs, and the newest `others_max` runs without."""
+    """Load what the reward model of a tenant is fitted to: the newest `thumbs_max` runs with thumbs, and the newest
+    `others_max` runs without. `source` is the source of the rewards that it gives.
+    """
     table, runs = thumbs.c, run_features.c
     fresh: int | None = await tx.scalar(select(reward_models.c.fresh).where(_of_model(tenant, source)))
     newest = (
@@ -122,7 +140,7 @@ async def current_model_id(tx: AsyncConnection, tenant: str, source: str) -> str
 
 
 async def model_payload(tx: AsyncConnection, tenant: str, source: str) -> bytes:
-    """Return the serialized reward model of a tenant, which must exist."""
+    """Return the serialized reward model of a tenant for the rewards of `source`. The model must exist."""
     serialized: bytes | None = await tx.scalar(select(reward_models.c.payload).where(_of_model(tenant, source)))
     assert serialized is not None
     return serialized
@@ -131,7 +149,11 @@ async def model_payload(tx: AsyncConnection, tenant: str, source: str) -> bytes:
 async def store_model(
     tx: AsyncConnection, now: datetime, source: str, data: TrainingData, model_id: str, serialized: bytes
 ) -> bool:
-    """Store a fitted model. Return whether it differs from the one before."""
+    """Store the reward model that was fitted to `data`, for the rewards of `source`.
+
+    Returns:
+        Whether the model differs from the one before.
+    """
     before = await current_model_id(tx, data.tenant, source)
     row = {
         "fresh": reward_models.c.fresh - data.new_thumbs,  # more thumbs may have arrived during the fit
@@ -145,7 +167,9 @@ async def store_model(
 
 
 async def wait_for_thumbs(tx: AsyncConnection, tenant: str, source: str) -> None:
-    """Mark all thumbs as old, so that a model that could not be fitted is tried again only after new thumbs."""
+    """Mark all thumbs of a tenant as old, so that a reward model that could not be fitted is tried again only after new
+    ones.
+    """
     await tx.execute(update(reward_models).where(_of_model(tenant, source)).values(fresh=0))
 
 

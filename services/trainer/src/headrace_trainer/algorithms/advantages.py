@@ -64,8 +64,8 @@ def reinforce_pp(
     The baseline of a branch is the mean reward of its task: decayed history plus the batch, without the branch's own
     run, including branches of that run in other batches. So it is independent of the reward and the gradient stays
     unbiased. A run without a task is compared with the mean over all runs. So is a task with less than `history_min`
-    other runs, if at least `tasks_min` tasks show that tasks do not repeat. Without any other run the advantage is 0.
-    The scale is the running root mean square of the differences, at least `scale_min`, or 1 where that is None: tasks
+    other runs, if at least `tasks_min` tasks show that tasks do not repeat. With no other run, the advantage is 0. The
+    scale is the running root mean square of the differences, at least `scale_min`, or 1 where that is None: tasks
     are never normalised against each other, so constant rewards give no gradient, however different they are between
     tasks.
 

@@ -62,7 +62,7 @@ class Signals:
     """
 
     rewards: bool = True
-    """The branch, by its reward. Without a reward it is not trained."""
+    """The branch, by its reward. It is not trained if it has no reward."""
     branches: bool = False
     """The sampled branch, whatever its feedback is."""
     written: bool = False

@@ -91,9 +91,10 @@ class History:
         return max(lineage_distances, default=0) if len(lineage_distances) == len(distances) else None
 
     def with_exclusion(self, version: str, *, ends: bool = False) -> History:
-        """Return a history in which the answers of `version` are not trained, or are trained again with `ends`.
+        """Return a history in which the answers of `version` are excluded from training.
 
-        A version that is not in this history is of another lineage and stays unaffected.
+        If `ends` is true, end such an exclusion, so that they are trained again. A version that is not in this history
+        is of another lineage and stays unaffected.
         """
         excludes = version in self and not ends
         return replace(self, excluded=self.excluded | {version} if excludes else self.excluded - {version})

@@ -116,9 +116,10 @@ class Save:
         self.result = saved, history, published is not None
 
     def _store_tensors(self, copy: Copy, folder: Path) -> tuple[Tensors, tuple[Manifest, BlobRef] | None]:
-        """Write the copy into `folder` and store its files: weights and optimizer, and the new version if there is one.
+        """Write the snapshot into `folder` and store its files.
 
-        The weights are stored before the optimizer is written, so that less of the disk is needed.
+        These are weights and optimizer, and the new version if there is one. The weights are stored before the
+        optimizer is written, so that less of the disk is needed.
         """
         stored: list[tuple[tuple[BlobRef, Assembly | None], tuple[Manifest, BlobRef] | None]] = []
         copy.write(folder, lambda: stored.append(self._store_weights(folder)))
@@ -227,10 +228,10 @@ class Save:
         return previous.model_copy(update=update)
 
     def _restore_points(self, history: History, present: Tensors, version: str | None) -> dict[str, Tensors]:
-        """Return the restore points to keep: those of base and head, and as many others as fit into the limits.
+        """Return the restore points to keep. A restore point has the weights and the optimizer of one version.
 
-        The oldest are removed first, the previous champion's and the champion's last. Versions without one are loaded
-        from their files.
+        Those of base and head are always kept, and as many others as fit into the limits: the oldest are removed first,
+        the previous champion's and the champion's last. A version without a restore point is loaded from its files.
         """
         points = dict(self.previous.restore_points)
         if version is not None:

@@ -165,7 +165,7 @@ class LineageStore:
 
     @contextlib.contextmanager
     def open_tensors(self, point: Tensors) -> Iterator[Path]:
-        """Context with a folder that has the files of `point`, as a copy wrote them. Raises as `get` does."""
+        """Context with a folder that has the files of `point`, as `Copy.write` wrote them. Raises as `get` does."""
         with self.scratch() as folder:
             with self._adding_remedy():
                 self._area_of(point.optimizer).get_file(point.optimizer, folder / OPTIMIZER)
@@ -202,7 +202,7 @@ class LineageStore:
     def store_weights(
         self, folder: Path, shared: SharedWeights | None = None, files: Sequence[File] = ()
     ) -> tuple[BlobRef, Assembly | None]:
-        """Store the weights that a copy wrote into `folder` for the next save, and remove them from the folder.
+        """Store the weights that `Copy.write` wrote into `folder` for the next save, and remove them from the folder.
 
         Args:
             folder: A folder of `scratch`.

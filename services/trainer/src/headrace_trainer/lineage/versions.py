@@ -93,7 +93,7 @@ def publish(
     parent: str,
     kind: Literal["full", "lora"],
 ) -> tuple[Manifest, BlobRef]:
-    """Publish the files that a copy has written into `folder` as a new version. Blocks.
+    """Publish the files that `Copy.write` wrote into `folder` as a new version. Blocks.
 
     The version is a whole model, or an adapter on the lineage's first version. Everything but the weights
     (configuration, tokenizer, templates) comes from the first version in the store. The folder is empty afterwards.

@@ -162,7 +162,7 @@ class RankLearner:
         return self._ranges
 
     def restore(self, folder: Path, *, with_random: bool) -> None:
-        """Restore a copy. Each rank reads one tensor at a time, and keeps its own part of it."""
+        """Restore a snapshot (`Copy`). Each rank reads one tensor at a time, and keeps its own part of it."""
         weights, state = StoredTensors(folder / WEIGHTS), StoredTensors(folder / OPTIMIZER)
         tensors.restore(self._inner.policy, self._inner.optimizer, weights, state, with_random=with_random)
 

@@ -1,5 +1,5 @@
-"""The ranges of the files of a copy and of a version that a rank writes. Together the ranks write the same files as a
-single process.
+"""The ranges that a rank writes of the files of a snapshot and of a version. Together the ranks write the same
+files as a single process.
 
 The first rank finds out which tensor is in which file, under which name, by calling the library with tensors without
 values.
