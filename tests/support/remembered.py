@@ -157,6 +157,7 @@ def _age(turns: int, ages: Ages) -> str:
 WAITING = frozenset({"positions", "ends", "outbox", "jobs", "n"})
 """Tables of waiting work instead of history: reading one completely means reading all work."""
 _SCAN = re.compile(r"^SCAN (?P<table>\w+)(?: USING (?:COVERING )?INDEX (?P<index>\w+))?")
+_SUBQUERY = re.compile(r"anon_\d+")
 
 
 @dataclass
@@ -203,7 +204,9 @@ async def _sqlite(tx: AsyncConnection, sql: str, parameters: Any, partial: froze
     wrong = []
     for row in rows:
         scan = _SCAN.match(row.detail)
-        if scan and scan["table"] not in WAITING | {"CONSTANT", "anon_1"} and scan["index"] not in partial:
+        if scan is None or _SUBQUERY.fullmatch(scan["table"]):  # the plan has a step for each table of the subquery
+            continue
+        if scan["table"] not in WAITING | {"CONSTANT"} and scan["index"] not in partial:
             wrong.append(row.detail)
     return wrong
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.registries import PluginError, Registry
-from headrace_runtime.settings.table import read_toml
+from headrace_runtime.settings.table import parse_toml, read_toml
 
 SCALE_MIN = 1
 SCALE_MAX = 5
@@ -95,8 +95,9 @@ RUBRICS: Registry[RubricFile] = Registry("rubrics", RubricFile, "rubric")
 def load(reference: str) -> Rubric:
     """Load a rubric by its announced name or by the path of its file. Raises `SettingError`."""
     try:
-        path = RUBRICS.get(reference).path if reference in RUBRICS.names() else Path(reference)
-        return Rubric.model_validate(read_toml(path))
+        if reference in RUBRICS.names():
+            return Rubric.model_validate(parse_toml(RUBRICS.get(reference).path.read_bytes()))
+        return Rubric.model_validate(read_toml(Path(reference)))
     except PluginError as error:
         raise SettingError(_SETTING, reference, str(error)) from None
     except OSError as error:
