@@ -43,7 +43,13 @@ class _Line:
         self.sessions.setdefault(session, deque()).append(waiting)
 
     def next_session(self, may_go: Callable[[str, int], bool]) -> str | None:
-        """Return the first session in turn whose next call may go. Only the beginning of a long line is searched."""
+        """Return the waiting session whose next call may be sent to a replica first, or None if none may.
+
+        Sessions are tried in the order in which they wait, and only the first `_LOOK_AHEAD` of them.
+
+        Args:
+            may_go: returns, for a session and the number of answers of its next call, whether the call may be sent now.
+        """
         line = itertools.islice(self.sessions.items(), _LOOK_AHEAD)
         return next((session for session, queue in line if may_go(session, queue[0].choices)), None)
 

@@ -176,7 +176,7 @@ class SampleRatio:
 def promotion_error(alpha: float, number: int) -> float:
     """Return the allowed error probability of promoting a version wrongly.
 
-    `number` counts the versions that are compared with the same anchor, from 1.
+    `number` counts the versions, from 1, that are compared with the same anchor (gate) or champion (rollouts).
     """
     return _FOR_PROMOTIONS * alpha * _share(number)
 

@@ -199,7 +199,7 @@ async def open_turn_ids(tx: AsyncConnection, session_key: str) -> Sequence[str]:
 
 
 async def load_contents(tx: AsyncConnection, turn_ids: Collection[str]) -> Contents:
-    """Return the tokens and messages of the turns."""
+    """Return the tokens and messages of these turns, by turn id, for building trajectories of them."""
     turns, prompts = await load_turns(tx, turn_ids)
     names = [turn.turn_id for turn in turns if turn.turn_id in prompts]
     size_bytes = sum(prompts.prompt(name).length_bytes for name in names)

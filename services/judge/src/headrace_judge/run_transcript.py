@@ -212,7 +212,9 @@ class Prompts:
         return [self._system(rubric, mark), user]
 
     def repair_request(self, error: str) -> ChatMessage:
-        """Return the message that requests a valid answer, after one with this error."""
+        """Return the message that requests a valid answer from the judge's model, after an invalid answer with this
+        error.
+        """
         return self._message("user", "again.jinja", error=error)
 
     def _system(self, rubric: Rubric, mark: str) -> ChatMessage:

@@ -207,7 +207,7 @@ class SessionFeedback:
     session: Session
 
     async def exists(self) -> bool:
-        """Return whether there is any."""
+        """Return whether there is feedback about the session as a whole."""
         return await self.tx.scalar(self._query().limit(1)) is not None
 
     async def placed_by_time(self, most: int) -> list[FeedbackPosition]:

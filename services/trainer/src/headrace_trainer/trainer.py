@@ -350,7 +350,7 @@ class Trainer:
         lineage.state.admit(complete, (record.partition, record.offset), self._clock.now())
 
     async def _with_branch(self, experience: Experience, lineage: Lineage) -> Experience:
-        """Return the experience with its branch. A withdrawal may lack the tokens, which its reversal needs."""
+        """Return the experience with its branch. A withdrawal may lack the tokens that undoing its training needs."""
         entry = lineage.state.window.get(experience.experience_id)
         if experience.branch is not None or entry is None or not entry.trained:
             return experience

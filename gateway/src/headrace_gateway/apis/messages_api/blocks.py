@@ -69,7 +69,11 @@ class ToolUseBlock(_Block):
 
 
 def _text_block(value: Any, info: ValidationInfo) -> Any:
-    """Return a block of text for a block that holds text in another form or that settings replace by a text."""
+    """Convert a content block of the Messages API that is no plain text, such as a document or a search result, to a
+    text block.
+
+    An image or other media becomes the text that the settings name for it.
+    """
     kind = value.get("type") if isinstance(value, dict) else None
     if not isinstance(kind, str):
         raise ValueError("must be a block: an object with a type")

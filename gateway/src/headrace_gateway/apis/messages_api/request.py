@@ -50,7 +50,7 @@ class ToolParam(Model):
 
     @property
     def is_custom(self) -> bool:
-        """Whether the request itself describes the tool."""
+        """Whether the request itself describes the tool, in contrast to tools that the API provides."""
         return self.type in (None, "custom")
 
 

@@ -55,7 +55,10 @@ class DataRow:
 
     @property
     def prompt_digest(self) -> str:
-        """Digest of the prompt and tools; a row without a prompt is compared up to its first answer."""
+        """Digest of the row's prompt and tools, by which rows with the same prompt are recognized.
+
+        If the row has no prompt, the messages before its first answer count as the prompt.
+        """
         first = self.answers[0]
         question = first if self.prompt else first[: next((n for n, m in enumerate(first) if m.role == "assistant"), 0)]
         return _digest(self.prompt or question, self.tools)

@@ -92,7 +92,7 @@ async def list_queues(visit: Visit) -> Response:
 
 
 async def show_queue(visit: Visit) -> Response:
-    """Show the question of a queue and its progress. Users who rate may begin."""
+    """Show the page of a review queue: its question and its progress. Users who may rate can begin there."""
     visit.parameters()
     async with visit.transaction() as tx:
         queue = await queue_of_path(tx, visit)

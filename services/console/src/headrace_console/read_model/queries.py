@@ -59,7 +59,12 @@ async def numbers_of(tx: AsyncConnection, texts: Iterable[str]) -> dict[str, int
 
 
 async def numbers_of_versions(tx: AsyncConnection, name: str) -> list[int]:
-    """Return the numbers of the versions whose name matches. `name` may lack the model and the end of the digest."""
+    """Return the database's numbers of all versions that a name from a page may mean.
+
+    Args:
+        tx: the transaction.
+        name: name of a version (`model@digest`). It may lack the model and the end of the digest.
+    """
     table, match = tables.names, _VERSION.fullmatch(name)
     if match is None:
         return list((await numbers_of(tx, [name])).values()) if "@" in name else []

@@ -66,7 +66,7 @@ class StackReport:
     left_out: Mapping[str, str] = field(default_factory=dict)
 
     def service(self, name: str) -> ServiceReport:
-        """Return the report of a service, which is `away` if it is unknown."""
+        """Return the report of the service `name`, or a report with the state `away` if there is none."""
         return self.services.get(name) or ServiceReport(name, "away")
 
     @property

@@ -106,7 +106,7 @@ class ToolParser:
     newline in it is optional. None: answers cannot be constrained to calls (`tool_choice`)."""
 
     def reader(self, context: ParserContext | None) -> TokenToolReader:
-        """Return a reader for one answer."""
+        """Return a reader of the tool calls of one answer."""
         if self.of_tokens is not None and context is not None:
             return self.of_tokens(context)
         assert self.make is not None, "a parser of tokens needs a context"
@@ -129,7 +129,7 @@ class ReasoningParser:
     check: Callable[[], None] | None = None
 
     def reader(self, context: ParserContext | None, *, opened: bool) -> TokenReasoningReader:
-        """Return a reader for one answer. `opened`: whether the prompt ends inside reasoning."""
+        """Return a reader of one answer's reasoning. `opened`: whether the prompt ends inside reasoning."""
         if self.of_tokens is not None and context is not None:
             return self.of_tokens(context)
         assert self.make is not None, "a parser of tokens needs a context"

@@ -45,7 +45,7 @@ class _Choice:
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """A request in the form that the engine takes, and its choices."""
+    """A checked request in the form that the engine takes: prompt, sampling settings, and the choices to be sampled."""
 
     prompt: Prompt
     sampling: Sampling

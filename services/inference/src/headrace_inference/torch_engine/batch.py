@@ -87,7 +87,7 @@ class DecodeBatch:
         self._report()
 
     def step(self) -> list[Delivery]:
-        """Compute one portion of prompts and one token for every decoding row, and return the deliveries."""
+        """Compute part of the waiting prompts and one token for every decoding row. Return the news for the streams."""
         self._deliveries = []
         self._admit()
         self._shares.begin_step(self.running)
@@ -182,7 +182,7 @@ class DecodeBatch:
             self._start_decoding(row)
 
     def _prefill(self) -> None:
-        """Compute one portion of the next prompts: as many prompts as fit without much padding."""
+        """Compute tokens of the next prompts: those of as many as fit into one pass without much padding."""
         first = self._decoding
         following = self._shares.next_prompt(self.running, first)
         if following is None:

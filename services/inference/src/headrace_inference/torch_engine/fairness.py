@@ -76,7 +76,7 @@ def row_to_preempt(running: SequenceOf[Sequence], joining: Sequence) -> int | No
 
 
 def _largest(rows: Mapping[T, int], joining: T) -> T | None:
-    """Return the key with the most rows if it has at least two more than `joining`; None otherwise."""
+    """Return the key with the most rows, which yields one to `joining`; None unless it has at least two rows more."""
     largest = max(rows, key=lambda name: rows[name], default=None)
     return largest if largest is not None and rows[largest] > rows.get(joining, 0) + 1 else None
 

@@ -230,7 +230,7 @@ class Trial:
 
         The anchor is an earlier version that each candidate is compared with besides the champion, so that many small
         losses cannot add up. A version that was shown to be better than the anchor becomes the new anchor, and the
-        number of versions that were compared with the anchor, by which the allowed error is divided, starts again.
+        number of versions that were compared with the anchor, on which the allowed error depends, starts again.
 
         Args:
             promoted: whether this trial has promoted its candidate.

@@ -323,7 +323,7 @@ class Evidence:
         ]
 
     def _unproven_for_stage(self, stage_index: int) -> tuple[str, ...]:
-        """Return the guardrails that must still be shown before the candidate enters the stage."""
+        """Return the guardrails for which a large loss is not ruled out yet, as entering the stage requires."""
         return self._unproven(self._entries[stage_index], "maturity")
 
     def _unproven(self, tests: Iterable[tuple[str, SequentialTest]], age: ReadingAge) -> tuple[str, ...]:

@@ -106,7 +106,7 @@ class Metric:
             raise ValueError(f"bounds {self.bounds}: the lower one comes first, and they differ")
 
     def within(self, bounds: tuple[float, float] | None) -> Metric:
-        """Return the same metric with other bounds."""
+        """Return the metric with `bounds` as its range of values, or unchanged if `bounds` is None."""
         return replace(self, bounds=bounds) if bounds else self
 
     @property

@@ -272,7 +272,7 @@ class LineageState:
         self.left_out = [*self.left_out, item.experience.experience_id][-LISTED_MAX:]
 
     def sweep(self) -> None:
-        """Drop waiting experiences that have become too old or unchanged, also right after a restart."""
+        """Drop waiting experiences that are too old by now, or that would not change the weights any more."""
         for item in self.waiting:
             entry = self.window.get(item.experience.experience_id)
             cause = find_expiry(self.bounded(item.experience), entry, self.history, self.steps, self.limits)

@@ -56,7 +56,9 @@ def gae(values_T: Floats, reward: float, gamma: float, lam: float) -> tuple[Floa
 
 
 def shares(tokens: int, gamma: float, lam: float) -> Floats:
-    """Return the weight of the final reward in the advantage of each of `tokens` tokens."""
+    """Return how much the final reward counts in the advantage of each token: `(gamma * lam)` to the power of the
+    number of tokens after it.
+    """
     return np.power(gamma * lam, np.arange(tokens - 1, -1, -1, dtype=np.float64))
 
 
