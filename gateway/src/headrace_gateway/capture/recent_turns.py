@@ -39,7 +39,7 @@ class TrainingEffect:
     reason: str | None = None
 
     def fields(self) -> dict[str, bool | str]:
-        """Return the fields of the gateway's response that report the effect."""
+        """Return the fields of the response to feedback that state whether it can be trained, and if not, why."""
         return {"teaches": self.teaches} if self.reason is None else {"teaches": self.teaches, "reason": self.reason}
 
 

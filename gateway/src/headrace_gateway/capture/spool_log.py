@@ -207,7 +207,9 @@ class SpoolLog:
             self._refused.pop(0)
 
     def _find(self) -> None:
-        """Take over the files of an earlier process."""
+        """Take over the segments that an earlier process has left in the folder of the spool, and delete those without
+        events.
+        """
         self._at = self._position.read_position()
         segments = Segment.existing(self._folder)
         self._number = max([self._at.number, *(segment.number for segment in segments)])

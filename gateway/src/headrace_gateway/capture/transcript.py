@@ -120,7 +120,7 @@ class Transcript:
 
     @property
     def begun(self) -> bool:
-        """Whether a token or the end of a choice has arrived."""
+        """Whether the replica has begun to answer: a token or the end of an answer has arrived."""
         return any(choice.token_ids or choice.finish_reason for choice in self.choices.values())
 
     @property

@@ -53,7 +53,7 @@ class UpstreamCall:
             self._deadline = None
 
     def cancel(self) -> None:
-        """Cancel the present wait, or the next one when it begins."""
+        """Cancel the wait for a reply that is under way, or else the next wait as soon as it begins."""
         self._cut = True
         if self._deadline is not None:
             with contextlib.suppress(RuntimeError):  # the wait has just ended by itself

@@ -72,7 +72,7 @@ def position(partition_id: int, offset: int) -> int:
 
 
 def partition_of(row_id: int) -> int:
-    """Return the partition id in a row id."""
+    """Return the id of the partition that the id of a database row contains."""
     return row_id >> _OFFSET_BITS
 
 

@@ -80,7 +80,16 @@ class CallBudget:
         return Reservation(now, tokens, tenant if self._limits else "")
 
     async def _exceeded_share(self, tx: AsyncConnection, now: datetime, tokens: int, tenant: str) -> BudgetLimit | None:
-        """Return the first limit whose part for the tenant the call would exceed; None if there is none."""
+        """Return the first budget limit of which the call would take more than the tenant's equal share, or None.
+
+        If several tenants had calls in this period or the one before, they share a limit equally.
+
+        Args:
+            tx: the transaction.
+            now: the present time.
+            tokens: number of tokens of the call.
+            tenant: tenant for whom the judge would be called.
+        """
         for period, start_ms in _periods(now):
             before_ms = start_ms - round(_LENGTHS[period].total_seconds() * 1000)
             recent = SPENDING.c.period.startswith(f"{period}/", autoescape=True) & (SPENDING.c.start_ms >= before_ms)

@@ -133,7 +133,13 @@ class Subject(_Stored):
 
     @classmethod
     def of(cls, trajectory: Trajectory, rubric: str, traceparent: str | None = None) -> Subject:
-        """Return the subject of a trajectory and a rubric."""
+        """Return the subject of a judgement: one trajectory that is judged by one rubric.
+
+        Args:
+            trajectory: the trajectory.
+            rubric: name of the rubric.
+            traceparent: W3C trace context in which the judgement belongs, or None.
+        """
         return cls(
             rubric=rubric,
             trajectory_id=trajectory.trajectory_id,

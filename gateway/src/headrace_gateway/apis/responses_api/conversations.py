@@ -197,7 +197,7 @@ class Conversations:
 
 
 def item_json(item_id: str, item: Item) -> Json:
-    """Return an item as the API shows it."""
+    """Convert a stored item of a conversation, such as a message or a tool call, to the JSON of the Responses API."""
     match item:
         case MessageItem(role="assistant"):
             parts = [output.text_part(text) for text in item.content]

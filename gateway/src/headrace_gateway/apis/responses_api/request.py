@@ -93,7 +93,7 @@ class NamedTool(Model):
 
 
 class AllowedTools(Model):
-    """`tool_choice` that restricts the tools."""
+    """Form of the request field `tool_choice` by which the model may call only some of the offered tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]

@@ -184,7 +184,7 @@ class SideRows:
         return {model: lineage for model, lineage in lineages.items() if lineage is not None}
 
     async def store_steps(self, tx: AsyncConnection) -> None:
-        """Write the new steps."""
+        """Write the collected rows of training steps to the database. A row that exists already is replaced."""
         rows = [row | {"dropped": json.dumps(row["dropped"])} for row in self.steps.values()]
         await upsert_all(tx, tables.steps, ("lineage", "account"), rows)
 

@@ -119,7 +119,15 @@ def tokens_of(output: RequestPiece, choice: int, prompt_length: int, top: int, r
 
 
 def _kept_sets(entries: Sequence[Mapping[int, LogprobEntry]], ranked: int) -> list[int] | None:
-    """Return the kept tokens at each position as `Tokens.sets`, or None if a position may have kept more."""
+    """Return the tokens from which each token was sampled, in the form of `Tokens.sets`.
+
+    Args:
+        entries: logprobs of the highest-ranked tokens at each position. Tokens that were masked have minus infinity.
+        ranked: number of requested tokens at each position.
+
+    Returns:
+        The sets, or None if at some position no requested token was masked, so that there may have been more.
+    """
     sets: list[int] = []
     for entry in entries:
         token_ids = sorted(token for token, scored in entry.items() if scored.logprob > -math.inf)

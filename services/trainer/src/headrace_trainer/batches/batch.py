@@ -188,7 +188,7 @@ class Batch:
 
     @property
     def first_weight(self) -> float:
-        """Size of the rows that are trained for the first time, as a share of a full batch."""
+        """Number of rows that are trained for the first time, divided by the number of rows of a full batch."""
         return len(self.first) / (self.full_rows or len(self.rows))
 
     @cached_property

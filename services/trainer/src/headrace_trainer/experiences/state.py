@@ -176,7 +176,7 @@ class LineageState:
         return tuple(update.example for update in self.pending_updates(item) if update.is_new and update.example.pair)
 
     def has_corrections(self, item: WaitingExperience) -> bool:
-        """Return whether a waiting experience has an update that needs no counterpart."""
+        """Return whether the experience has an update that can be trained without the other half of a pair."""
         return any(not (update.is_new and update.example.pair) for update in self.pending_updates(item))
 
     def go_back(self, version: str) -> dict[str, tuple[int, ...]]:
@@ -256,7 +256,7 @@ class LineageState:
         self.queue.put(WaitingExperience(experience=experience, since_ms=epoch_ms(now)))
 
     def note_undone(self, name: str, revisions: Sequence[int], again: int | None = None) -> None:
-        """Record that the outcomes of these revisions are undone. Revision `again`, if any, is queued."""
+        """Note that the outcomes of these revisions no longer hold. Revision `again`, if any, is queued once more."""
         for revision in sorted({*revisions, *(() if again is None else (again,))}):
             UNDONE.labels(str(revision == again).lower()).inc()
             self.undone.append(Undone(experience_id=name, revision=revision, queued=revision == again))

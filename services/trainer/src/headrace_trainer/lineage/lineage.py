@@ -125,7 +125,7 @@ class Lineage:
         return min(max(_SAVE_INTERVAL_S, written / _SAVE_BYTES_PER_S), _SAVE_INTERVAL_S_MAX)
 
     def is_finished(self) -> bool:
-        """Return whether the lineage has taken all its steps. Each step may change the result."""
+        """Return whether the lineage has taken all `max_steps` steps. It can change only with a step."""
         return self._settings.max_steps is not None and self.state.steps >= self._settings.max_steps
 
     def next_batch(self, recorded_size: int | None = None, *, at_end: bool = False) -> tuple[WaitingExperience, ...]:

@@ -163,7 +163,9 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SharedWeights:
-    """A weights file described as ranges of a frame and of a version's files."""
+    """Recipe for a weights file of a snapshot whose bytes are partly in a version's files already, so that they are
+    stored once.
+    """
 
     frame: Path
     """A file next to the weights, with the bytes that no version file has."""

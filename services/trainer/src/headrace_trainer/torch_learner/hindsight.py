@@ -272,7 +272,10 @@ def _hindsight_of(row: Row) -> Hindsight:
 
 
 def _sign(row: Row) -> float:
-    """Return the sign of a row's training. Corrections of accepted answers have none, so they are not trained."""
+    """Return the factor of a row's loss: 1 for a first training, 0 for a correction, which is not trained here.
+
+    For a contradicted answer, which the user's reply has corrected, it is the row's advantage.
+    """
     return float(not row.correction if row.hindsight is None else row.advantage)
 
 

@@ -191,7 +191,7 @@ class TokenAdvantageEstimator(Protocol):
         """
 
     def state(self) -> dict[str, Tensor]:
-        """Return copies of the state on the CPU."""
+        """Return copies of the estimator's tensors on the CPU, to be saved and given to `load` later."""
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Restore a state that `state` returned. An empty state resets the estimator."""
