@@ -90,7 +90,7 @@ def extend(earlier: Turn, turn: Turn) -> Turn:
 
 
 def unresolved(turn: Turn, problem: str) -> InvalidEvent:
-    """Return the error of a turn whose reference to an earlier turn (`extends`) cannot be followed because of `problem`."""
+    """Return the error of a turn whose reference to an earlier turn (`extends`) has this `problem`."""
     named = printable(turn.extends.turn_id) if turn.extends else None
     return InvalidEvent(UNRESOLVED, f"extends.turn_id = {named!r}: {problem}")
 

@@ -135,7 +135,11 @@ def _other_sources_answered(score: TrajectoryScore, policy: RewardPolicy, learne
 
 
 def _is_ready(score: TrajectoryScore, policy: RewardPolicy) -> bool:
-    """Return whether the experiences of the trajectory may be emitted before its wait is over."""
+    """Return whether the experiences of the trajectory may be emitted before its wait for rewards is over.
+
+    That is so once all functions have run on its present inputs, and either all expected rewards have come or
+    experiences of it were emitted before.
+    """
     row = score.row
     if policy.functions and row["scored_inputs"] != row["inputs"]:
         return False

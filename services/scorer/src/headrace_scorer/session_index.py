@@ -211,9 +211,9 @@ class SessionFeedback:
         return await self.tx.scalar(self._query().limit(1)) is not None
 
     async def placed_by_time(self, most: int) -> list[FeedbackPosition]:
-        """Return the positions of the newest `most` events without the offsets of a gateway, which their time places.
+        """Return the positions of the newest `most` feedback events that came without offsets from a gateway.
 
-        If there are more, one more is returned.
+        Only their times show which run they are about. If there are more such events, one more is returned.
         """
         query = self._query(feedback.c.turns_until.is_(None)).order_by(feedback.c.place.desc())
         return await self._read(query.limit(most + 1))

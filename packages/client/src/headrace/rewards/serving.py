@@ -94,7 +94,10 @@ async def consume(function: Function, *, source: str, bus: str, timeout_s: float
 async def _reward_batch(
     reader: AIOKafkaConsumer, producer: Producer, function: Function, source: str, timeout_s: float
 ) -> None:
-    """Reward one batch of trajectories. The rewards are durable before the offsets are committed."""
+    """Read one batch of trajectories, and send their rewards with this source.
+
+    The rewards are durable before the offsets of the trajectories are committed.
+    """
     batches = await reader.getmany(timeout_ms=_POLL_MS, max_records=_BATCH_MAX)
     reached = {}
     stuck = None
@@ -130,7 +133,15 @@ async def verdict(function: Function, trajectory: Trajectory, source: str, timeo
 
 
 async def verdicts(function: Function, trajectory: Trajectory, source: str, timeout_s: float) -> list[Reward]:
-    """Return the reward of a trajectory, followed by the rewards of its turns if the function returned any."""
+    """Call a reward function, and return the reward of the trajectory, followed by the rewards of its turns if it gave
+    any.
+
+    Args:
+        function: the reward function.
+        trajectory: the trajectory.
+        source: source of the rewards.
+        timeout_s: seconds after which the call is given up, with the outcome `timed_out`.
+    """
     outcome: Outcome
     result, limit = RewardResult(), asyncio.timeout(timeout_s)
     try:

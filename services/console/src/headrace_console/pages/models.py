@@ -237,7 +237,11 @@ async def compare(visit: Visit) -> Response:
 
 
 async def _other(visit: Visit, first: VersionState, versions: Sequence[VersionState], name: str) -> VersionState | None:
-    """Return the second version, or None if the model has no other. Raises `NotFound` for an unknown name."""
+    """Return the version that a page compares `first` with.
+
+    It is the version `name`, or by default its parent, the champion, or any other version; None if there is no other.
+    Raises `NotFound` for an unknown name.
+    """
     by_id = {version.id: version for version in versions if version.id != first.id}
     if name:
         if name not in by_id:

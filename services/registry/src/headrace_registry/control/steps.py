@@ -144,7 +144,11 @@ async def promote(
     *,
     family: int,
 ) -> None:
-    """Make the candidate champion. Other rollouts under way end in hold (`apply_outcome`)."""
+    """Make the candidate of a rollout champion. Other rollouts under way end in hold (`apply_outcome`).
+
+    `family` is the number of rollouts against the new champion or its equals so far; it limits the errors of the next
+    one.
+    """
     await state_changes.end(transition, rollout, "champion", reason)
     anchor_state = rollout.anchor_state
     if anchor_state.anchor is not None and anchor_state.anchor == model.anchor:

@@ -98,7 +98,9 @@ def token_loss(
 
 
 def likelihood(sampled: LossInputs, _settings: LossSettings) -> TokenLoss:
-    """Compute -A log pi, independent of the sampling policy."""
+    """Compute the loss -A log pi of each token (advantage times negative logprob), without regard to the sampling
+    policy.
+    """
     return plain(-sampled.advantage_N * sampled.current_N, sampled)
 
 

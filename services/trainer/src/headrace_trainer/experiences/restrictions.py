@@ -96,7 +96,7 @@ def _join(positions: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
 
 
 def set_of_ids(ids: Sequence[int], vocabulary: int) -> TokenSet:
-    """Return a set of token ids in the form that needs less memory: sorted ids, or one bit for each id of the vocabulary."""
+    """Return a set of token ids in the form that needs less memory: sorted ids, or a bit for each id there is."""
     array = np.array(sorted(ids), np.int32)
     if len(array) * 32 <= vocabulary:
         return array
