@@ -226,6 +226,7 @@ def feedback(**more: Any) -> Feedback:
 
 
 EDIT = Message(role="assistant", content="Ada.")
+_WEIGHT_0 = "the weight of the source is 0, and only reward functions read it"
 UNDONE_EDIT = feedback(msg_ids=("a",), kind="edit", withdrawn=True)
 
 
@@ -243,11 +244,20 @@ UNDONE_EDIT = feedback(msg_ids=("a",), kind="edit", withdrawn=True)
         ([feedback(value=1, msg_ids=("a", "b"))], ["counted in the reward"]),
         ([feedback(value=0.25)], ["dead-lettered: unknown_target"]),
         ([feedback(comment="x")], ["attached to the session"]),
+        ([feedback(value=1, source="free")], [f"no part of the reward: {_WEIGHT_0}"]),
     ],
 )  # fmt: skip
 def test_outcome_of_feedback(events: list[Feedback], outcomes: list[str]) -> None:
     refused = {feedback(value=0.25).event_id: "unknown_target"}
-    assert feedback_outcomes(events, counted={"console"}, untrained={"b": "eval"}, refused=refused) == outcomes
+    weights = {"console": 1.0, "free": 0.0}
+    stated = feedback_outcomes(
+        events,
+        counted=weights,
+        untrained={"b": "eval"},
+        refused=refused,
+        weight=lambda source: weights.get(source, 1.0),
+    )
+    assert stated == outcomes
 
 
 GROUP = "service=collector&topic=turns&reason=invalid_event"

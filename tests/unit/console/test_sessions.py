@@ -72,7 +72,7 @@ async def test_session_states_whether_an_answer_was_edited(stand: Stand) -> None
     page = (await (await stand.signed_in()).get(f"/s/{KEY}")).text
     assert "Nobody has stated what an answer should have been. A reviewer can, with an edit." in page
     page = (await (await stand.signed_in("reviewer")).get(f"/s/{KEY}")).text
-    assert "“Score or edit this turn” below does." in page
+    assert "To state it, follow “Score or edit this turn” below." in page
 
 
 async def test_loop_shows_the_account_of_the_tenants_that_the_user_may_see(tmp_path: Path) -> None:

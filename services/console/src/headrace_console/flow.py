@@ -311,8 +311,8 @@ def _only_untrained_traffic(facts: Facts) -> Cause | None:
     if facts.rise("scorer", "headrace_scorer_experiences_total") or _waiting(facts):
         return None
     turns = facts.rises("gateway", "headrace_gateway_turns_total", label="purpose")
+    since = "since an experience was last trained" if facts.trained else "so far"
     if turns.keys() == {"eval"}:
-        since = "since an experience was last trained" if facts.trained else "so far"
         return Cause(
             "only_evaluations",
             f"Only evaluations were captured {since}: the gate's plays, or calls with purpose=eval.",
@@ -320,9 +320,10 @@ def _only_untrained_traffic(facts: Facts) -> Cause | None:
         )
     return Cause(
         "untrained_traffic",
-        "Sessions have ended, and none became an experience: a version that nobody trains answered their calls, or "
-        "the calls were not made to be trained.",
-        "Call the trained model without purpose=eval.",
+        f"Sessions have ended, and none {since} became an experience: {turns.get('eval', 0):,.0f} of "
+        f"{sum(turns.values()):,.0f} calls were evaluations (the gate's plays, or calls with purpose=eval). The others "
+        "were answered by a version that nobody trains, or their sessions have not ended.",
+        "Let the agent work, and call the trained model without purpose=eval.",
     )
 
 

@@ -39,6 +39,10 @@ class BatchRules(Section):
         return min(self.batch_experiences_min, self.batch_experiences)
 
 
+class _TrainerSection(Section):
+    algorithm: str = "reinforce++"
+
+
 class _CollectorSection(Section):
     idle_s: float = 300.0
 
@@ -54,6 +58,8 @@ class FlowRules:
     idle_s: float
     rewards: RewardRules
     batches: BatchRules
+    algorithm: str
+    """Name of the trainer's algorithm, which decides whether edits are trained."""
     gate: str
     """The gate's rule as a sentence."""
 
@@ -66,6 +72,7 @@ class FlowRules:
             common.section_of("collector", _CollectorSection).idle_s,
             common.section_of("scorer", RewardRules),
             common.section_of("trainer", BatchRules),
+            common.section_of("trainer", _TrainerSection).algorithm,
             describe_rule(GateRule.model_validate(decisive)),
         )
 

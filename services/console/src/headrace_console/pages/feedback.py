@@ -50,6 +50,7 @@ async def form(visit: Visit) -> Response:
         score=own_feedback.get("value"),
         edit=edit,
         unknown=not is_complete,
+        algorithm=visit.parts.rules.algorithm,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -90,6 +90,7 @@ async def _outcomes(
             if row["eval"] or row["untrained"]
         },
         refused=refused,
+        weight=visit.parts.rules.rewards.weight,
     )
     return dict(zip(feedback, outcomes, strict=True))
 
@@ -260,6 +261,7 @@ def feedback_outcomes(
     counted: Collection[str],
     untrained: Mapping[str, str],
     refused: Mapping[str, str],
+    weight: Callable[[str], float],
 ) -> list[str]:
     """Return the outcome of each feedback.
 
@@ -268,6 +270,7 @@ def feedback_outcomes(
         counted: sources with a reward of the session.
         untrained: response id of each turn that no algorithm trains, with the reason.
         refused: event id of each dead-lettered feedback, with the reason.
+        weight: function that returns the weight of a source in the reward.
     """
     last = {_target_of(event): number for number, event in enumerate(feedback) if event.event_id not in refused}
     outcomes = []
@@ -282,7 +285,7 @@ def feedback_outcomes(
         elif not event.has_content:
             outcomes.append("attached to the session")
         else:
-            outcomes.append(_effect_of(event, counted, untrained))
+            outcomes.append(_effect_of(event, counted, untrained, weight))
     return outcomes
 
 
@@ -294,14 +297,19 @@ def _target_of(event: Feedback) -> tuple[Any, ...]:
     return event.source, event.metric, event.rater, event.about, event.level, event.choice, event.msg_ids, pair
 
 
-def _effect_of(event: Feedback, counted: Collection[str], untrained: Mapping[str, str]) -> str:
+def _effect_of(
+    event: Feedback, counted: Collection[str], untrained: Mapping[str, str], weight: Callable[[str], float]
+) -> str:
     reasons = {untrained.get(turn_id) for turn_id in event.msg_ids}
     if reasons and None not in reasons:
         return "trains nothing: " + ", ".join(sorted(str(reason).replace("_", " ") for reason in reasons))
     if event.about != "value":
         return "passed to the trainer, whose algorithm decides"
     sources = {event.metric_source, *(f"{event.source}:{metric}" for metric in event.parts)}
-    return "counted in the reward" if sources & set(counted) else "not matched yet"
+    matched = sources & set(counted)
+    if matched and not any(weight(source) for source in matched):
+        return "no part of the reward: the weight of the source is 0, and only reward functions read it"
+    return "counted in the reward" if matched else "not matched yet"
 
 
 PAGES = (Page("/s/{key}", session),)
