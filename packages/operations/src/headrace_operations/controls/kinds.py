@@ -75,7 +75,9 @@ SHUFFLED = Control(
     "the same rewards, given to other runs: only their distribution remains",
     "not better",
     "the reward does not cause the learning: given to other runs it raises the score as well. Look for another cause "
-    "of a rising score: training tasks that are also held out, or a score that depends on the order of versions",
+    "of a rising score: training tasks that are also held out, a score that depends on the order of versions, or steps "
+    "so large that their noise makes a model surer (then the base scores as high at temperature 0, and a lower "
+    "trainer.optimizer.learning_rate helps)",
     _shuffle_rewards,
 )
 FLIPPED = Control(
