@@ -76,7 +76,8 @@ def opened(browser: Browser, url: str, **options: Any) -> Iterator[tuple[Page, O
 def log_in(page: Page, token: str) -> None:
     page.goto("/login")
     page.fill("#token", token)
-    page.click("main button")
+    with page.expect_navigation():  # keys that are pressed on the way to the next page are lost
+        page.click("main button")
 
 
 def examine(page: Page, path: str) -> dict[str, Any]:

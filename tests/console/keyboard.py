@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from playwright.sync_api import Browser, Dialog, Page, Route
+from playwright.sync_api import TimeoutError as NavigationTimeout
 
 from tests.console.browser import log_in, opened, path_of, press_until, run
 
@@ -97,9 +98,12 @@ def keys(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
             problems.append(f"{name}: {observed!r} in place of {expected!r}")
 
     def open_by(*presses: str) -> str:
-        with page.expect_navigation():
-            for key in presses:
-                page.keyboard.press(key)
+        try:
+            with page.expect_navigation():
+                for key in presses:
+                    page.keyboard.press(key)
+        except NavigationTimeout as error:
+            return f"{path_of(page)}, no navigation: {error.message.splitlines()[0]}"
         return path_of(page)
 
     with opened(browser, task["url"]) as (page, observer):
