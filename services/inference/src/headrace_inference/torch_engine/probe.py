@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headrace_inference.torch_engine.kv import LENGTH_STEP
 from headrace_inference.torch_engine.loader import Model
-from headrace_inference.torch_engine.program import run
+from headrace_inference.torch_engine.program import as_number, run
 from headrace_schemas import Probe
 
 _FLOAT32_TOLERANCE = 1e-3
@@ -38,13 +38,13 @@ def probe(model: Model, parent: Model | None, tolerance: float | None = None) ->
     direct = direct_logprobs(model, tokens)
     served = served_logprobs(model, tokens)
     differences = (direct - stored).abs(), (served - stored[-len(served) :]).abs()
-    delta = max(_number(difference.max()) for difference in differences)
+    delta = max(as_number(difference.max()) for difference in differences)
     parent_delta = None
     if parent is not None and parent.vocabulary == model.vocabulary:
         parent_delta = _difference(direct, direct_logprobs(parent, tokens))
     compared = delta
     if tolerance is None and _is_coarse(model):
-        compared = max(_number(difference.mean()) for difference in differences)
+        compared = max(as_number(difference.mean()) for difference in differences)
     passed = compared <= tolerance_of(model, tolerance) and (parent_delta is None or parent_delta > 0)
     return Probe(max_abs_delta=delta, parent_max_abs_delta=parent_delta, passed=passed)
 
@@ -109,10 +109,4 @@ def compute_control(model: Model) -> None:
 
 def _difference(logprobs: Tensor, reference: Tensor) -> float:
     """Return the largest absolute difference; infinity if a value is NaN."""
-    return _number((logprobs - reference).abs().max())
-
-
-def _number(difference: Tensor) -> float:
-    """Return a difference as a number, infinity for NaN."""
-    value = float(difference)
-    return math.inf if math.isnan(value) else value
+    return as_number((logprobs - reference).abs().max())

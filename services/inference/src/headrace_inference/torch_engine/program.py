@@ -303,9 +303,14 @@ def _difference(program: Program, model: nn.Module, scratch: Scratch, context: i
         if queries == 1:
             pairs += zip(program.decode(weights, *inputs)[2:], reference.decode(weights, *copies)[2:], strict=True)
         for traced, right in pairs:
-            share = float((traced - right).abs().max() / right.abs().max().clamp_min(1.0))
-            worst = max(worst, math.inf if math.isnan(share) else share)
+            worst = max(worst, as_number((traced - right).abs().max() / right.abs().max().clamp_min(1.0)))
     return worst
+
+
+def as_number(difference: Tensor) -> float:
+    """Return a difference as a number, infinity for NaN."""
+    value = float(difference)
+    return math.inf if math.isnan(value) else value
 
 
 def _accepted_difference(kv: Tensor) -> float:
