@@ -1,4 +1,6 @@
-"""Sentences about advantages: whether training made an answer likelier, in which step, and whether that was undone."""
+"""Sentences about advantages: whether training made an answer more probable, in which step, and whether a later
+checkpoint of the trainer reversed this training.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ from headrace_console.read_model.status import HistoryEntry, history_of
 from headrace_console.read_model.version_queries import experiences_of_turn, steps_of
 
 Steps = Mapping[tuple[int, int], tuple[int, int, int]]
-"""Step, lineage and version (0 without one) by lineage and save. Lineages and versions are numbers of names."""
+"""Training step, lineage and version (0: none) of a save (checkpoint of the trainer), by the save's lineage and number.
+
+Lineages and versions are ids in the table `names`.
+"""
 
 
 class AnswerUpdate(NamedTuple):
-    """Training of an answer with an advantage, according to one outcome of one experience."""
+    """Advantage with which one answer was trained, with the training outcome that reports it."""
 
     turn: int
     """Number of the answer's turn."""
@@ -32,14 +37,17 @@ class AnswerUpdate(NamedTuple):
 
 
 def direction(advantage: float | None) -> str:
-    """Return the direction in which training changed the probability of an answer: up, down, or a word for neither."""
+    """Return whether an advantage makes an answer more probable (`up`), less (`down`) or neither (`unchanged`).
+
+    For an advantage of None, return `not reported`.
+    """
     if advantage is None:
         return "not reported"
     return "up" if advantage > 0 else "down" if advantage < 0 else "unchanged"
 
 
 def describe_advantage(advantage: float | None) -> str:
-    """Return the effect of an advantage on an answer as a clause, or an empty text if it is not known."""
+    """Return a clause such as "pushed up, advantage +0.3", or an empty text for an advantage of None."""
     if advantage is None:
         return ""
     if advantage == 0:
@@ -48,11 +56,11 @@ def describe_advantage(advantage: float | None) -> str:
 
 
 def is_undone(entry: HistoryEntry, history: Sequence[HistoryEntry]) -> bool:
-    """Return whether a save reversed an outcome and no later one restored it.
+    """Return whether the trainer reversed the training that `entry` reports and has not restored it since.
 
     Args:
         entry: an outcome of `history`.
-        history: all outcomes of the experience, in the order of the saves.
+        history: all outcomes of the experience, in the order of the trainer's saves (checkpoints).
     """
     later = [
         other.kind
@@ -65,7 +73,9 @@ def is_undone(entry: HistoryEntry, history: Sequence[HistoryEntry]) -> bool:
 
 
 def trains_answer(entry: HistoryEntry, turns: Sequence[int], turn: int) -> bool:
-    """Return whether an outcome trained the sampled answer of a turn, and not only an edit of the answer.
+    """Return whether an outcome reports training of the answer that the model sampled in a turn.
+
+    An outcome may instead train only an edit, the text that a person wrote in place of the answer.
 
     Args:
         entry: an outcome of an experience.
@@ -85,7 +95,7 @@ def answer_updates(
 
     Args:
         turns: numbers of the turns of the experience.
-        history: its outcomes.
+        history: outcomes of the experience.
         numbers: number of each turn by its id.
     """
     for entry in history:
@@ -106,13 +116,13 @@ def training_sentences(
     steps: Steps,
     texts: Mapping[int, str],
 ) -> Mapping[int, list[str]]:
-    """Return sentences about the training of each turn, the oldest first.
+    """Return, for each turn, one sentence for each time that its answer was trained, the earliest first.
 
     Args:
         experiences: turns and outcomes of each experience.
         numbers: number of each turn by its id.
-        steps: the steps of the saves of the outcomes.
-        texts: texts by number.
+        steps: training step of each save (checkpoint of the trainer) that the outcomes name.
+        texts: names of lineages and versions by their ids in the table `names`.
     """
     sentences: dict[int, list[str]] = defaultdict(list)
     for turns, history in experiences:
@@ -130,14 +140,17 @@ def training_sentences(
 
 
 def describe_step(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -> str:
-    """Return the step of an outcome, followed by the first version that contains the step."""
+    """Return the training step of an outcome in words, followed by the first version whose weights contain the step."""
     version = first_version(entry, steps, texts)
     name = step_name(entry, steps, texts)
     return f"{name}, first in {version}" if version else f"training {name}, in no saved version yet"
 
 
 def step_name(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -> str:
-    """Return the step and the lineage of an outcome; the step before the outcome while no version contains it."""
+    """Return the training step and the lineage of an outcome in words.
+
+    While no version contains the outcome, its step is not known; the text then names the last step before it.
+    """
     step, lineage, version = steps.get((entry.lineage, entry.save), (0, 0, 0))
     return f"{'' if version else 'after '}step {step} of lineage {texts.get(lineage, '')}"
 
@@ -160,7 +173,7 @@ class TurnTraining:
 
 
 async def turn_training(tx: AsyncConnection, turn: Row) -> TurnTraining:
-    """Return how a turn was trained, from at most 64 of its experiences: outcomes, advantages and steps."""
+    """Return the outcomes and advantages with which a turn was trained, from at most 64 of its experiences."""
     experiences = await experiences_of_turn(tx, turn)
     histories = [history_of(experience["history"]) for experience in experiences]
     steps = await steps_of(tx, {(entry.lineage, entry.save) for history in histories for entry in history})

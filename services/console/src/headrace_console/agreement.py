@@ -38,7 +38,7 @@ class Coefficient:
 
 @dataclass(frozen=True, slots=True)
 class PairAgreement:
-    """Agreement of two columns on the items that both have answered."""
+    """Agreement of two raters, judges or reward sources on the items that both have scored."""
 
     first: str
     second: str
@@ -49,10 +49,10 @@ class PairAgreement:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Agreement on the items of a queue."""
+    """Agreement of raters and judges on the items of one review queue."""
 
     columns: Mapping[str, Counter[Any]]
-    """For each column, the number of items by answer."""
+    """For each rater or judge, the number of items by answer."""
     alpha: Coefficient
     """Krippendorff's alpha of all raters, without judges."""
     pairs: Sequence[PairAgreement]
@@ -62,8 +62,8 @@ def agreement_of(answers: Answers, judges: Sequence[str], *, are_scores: bool, s
     """Compute how well several raters and judges agree on the same items.
 
     Args:
-        answers: for each item, the valid answer of each rater or judge (column).
-        judges: the columns that are judges.
+        answers: for each item, the valid answers by the name of their rater or judge.
+        judges: those of these names that belong to judges.
         are_scores: whether answers are numbers, which disagree by their squared difference. Other answers are only
             compared for equality.
         seed: seed of the bootstrap.
@@ -87,14 +87,16 @@ def agreement_of(answers: Answers, judges: Sequence[str], *, are_scores: bool, s
 
 
 def least_agreeing_pair(items: Collection[Mapping[str, float]], seed: int) -> PairAgreement | None:
-    """Return the two columns with the lowest kappa on the first `COMPARED_MAX` items that both have scored.
+    """Return the two reward sources with the lowest kappa.
+
+    Each pair is compared on the first `COMPARED_MAX` items that both sources have scored.
 
     Args:
-        items: the scores of each item by column.
+        items: the scores of each item by source.
         seed: seed of the bootstrap.
 
     Returns:
-        The pair, or None if no two columns have enough common items and different scores among them.
+        The agreement of the pair, or None if no two sources have enough items in common with different scores.
     """
     totals = Counter(column for scores in items for column in scores)
     columns = sorted(column for column, _ in totals.most_common(COLUMNS_MAX))
@@ -109,12 +111,12 @@ def least_agreeing_pair(items: Collection[Mapping[str, float]], seed: int) -> Pa
 
 @lru_cache(maxsize=64)
 def _score_pair(common: tuple[tuple[Any, Any], ...], pair: tuple[str, str], seed: int) -> PairAgreement:
-    """Return the agreement of two columns of scores. The interval takes longer than the rest of a page."""
+    """Return the agreement of two sources of scores. The result is cached, because the bootstrap is slow."""
     return _pair(common, pair, squared, seed)
 
 
 def _common(items: Iterable[Mapping[str, Hashable]], pair: tuple[str, str]) -> list[tuple[Any, Any]]:
-    """Return the answers of two columns to the items that both have answered."""
+    """Return, for each item that both columns of the pair have answered, the two answers."""
     first, second = pair
     return [(answers[first], answers[second]) for answers in items if first in answers and second in answers]
 

@@ -78,7 +78,9 @@ async def run(common: Common, settings: ConsoleSettings) -> None:
 
 
 class Console:
-    """The console without its server. `app` is its ASGI application, without the guards of the server."""
+    """The console without its HTTP server. `app` is its ASGI application, to which the server adds checks of the
+    origin.
+    """
 
     def __init__(self, common: Common, settings: ConsoleSettings, clock: Clock) -> None:
         self._clock = clock
@@ -143,10 +145,11 @@ class Console:
         self.app.state.behind_tls = settings.behind_tls
 
     async def watch(self) -> None:
-        """Read the state of all services and announce its changes, until cancelled.
+        """Read the state of all services periodically and announce changes to browsers, until cancelled.
 
-        While no browser follows changes, the state is read only after a report of the trainer. So the counters at the
-        time of the last trained experience are always known (`Progress`).
+        While no browser follows changes, the state is read only after a report of the trainer. These readings give
+        `Progress`
+        the counters at the time of the last trained experience.
         """
         last_report = None
         while True:
@@ -164,7 +167,7 @@ class Console:
         self._has_training_report |= TrainingMetrics.topic in topics
 
     async def close(self) -> None:
-        """Close the database and the connection to the bus."""
+        """Close the database and the connections to the bus."""
         await self._letters.close()
         await self._records.close()
         await self.database.close()

@@ -15,7 +15,7 @@ POINTS_MAX = 400
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A value at `x` with the ends of its interval. A hollow mark stands for a refused version."""
+    """A point of a chart: a value at `x` with its interval. A version that was refused is drawn as a hollow point."""
 
     x: float
     value: float
@@ -34,7 +34,7 @@ class Line:
 
 
 def interval_chart(title: str, marks: Sequence[Mark], lines: Sequence[Line] = (), *, below: str = "") -> Markup:
-    """Return the chart as an SVG element.
+    """Return a chart of values with their intervals as an SVG element.
 
     At most `POINTS_MAX` marks are drawn, chosen at equal distances.
 
@@ -42,7 +42,7 @@ def interval_chart(title: str, marks: Sequence[Mark], lines: Sequence[Line] = ()
         title: description for screen readers.
         marks: values by ascending `x`.
         lines: horizontal lines.
-        below: caption of the axis.
+        below: caption of the horizontal axis.
     """
     drawn = _thin_out([mark for mark in marks if _is_finite(mark)])
     if not drawn:

@@ -1,6 +1,7 @@
-"""Dead letters: their queries, and decisions to retry or discard them under the name of the user.
+"""Dead letters: queries for them, and the decisions of users to retry or discard them.
 
-A letter may be of any tenant, so only users of all tenants may see the results.
+Each decision is published with the name of its user. A letter may be of any tenant, so only users of all tenants may
+see the results.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ GROUPED_MAX = 50_000
 
 @dataclass(frozen=True, slots=True)
 class LetterGroup:
-    """Letters with the same service, source topic and reason."""
+    """Number of dead letters with the same service, source topic and reason, with the times of the first and
+    last one.
+    """
 
     service: str
     topic: str
@@ -43,7 +46,7 @@ class LetterGroup:
 
 
 async def letter_groups(tx: AsyncConnection, state: str) -> list[LetterGroup]:
-    """Return the groups of letters in a state, the largest first."""
+    """Return the groups of dead letters in a state, the group with the most letters first."""
     table = tables.letters
     kind = table.c.service, table.c.topic, table.c.reason
     rows = select(*kind, table.c.at_ms).where(_is_in(state)).limit(GROUPED_MAX).subquery()
@@ -61,7 +64,7 @@ async def letter_groups(tx: AsyncConnection, state: str) -> list[LetterGroup]:
 async def letters_of(
     tx: AsyncConnection, group: LetterGroup, state: str, *, after: tuple[int, int] | None, limit: int
 ) -> Sequence[Row]:
-    """Return the letters of a group in a state that follow the position `after`, the oldest first."""
+    """Return at most `limit` letters of a group in a state, the oldest first, beginning after the position `after`."""
     table, names = tables.letters, (group.service, group.topic, group.reason)
     numbers = await numbers_of(tx, names)
     if not all(name in numbers for name in names):
@@ -81,13 +84,13 @@ def _is_in(state: str) -> ColumnElement[bool]:
 
 
 async def letter_of(tx: AsyncConnection, letter_id: str) -> Row | None:
-    """Return the letter with this id, or None."""
+    """Return the row of the dead letter with this id, or None if the console has not read the letter."""
     table = tables.letters
     return await first_row(tx, select(table).where(table.c.name == pack_id(letter_id), table.c.log_offset >= 0))
 
 
 async def refusal_reasons(tx: AsyncConnection, event_ids: Collection[str]) -> dict[str, str]:
-    """Return the reason of the refusal, by event id, for those events that were dead-lettered and not retried."""
+    """Return the reason by event id for those of the events that were dead-lettered and not retried."""
     table, subjects = tables.letters, {pack_id(event_id): event_id for event_id in event_ids}
     if not subjects:
         return {}
@@ -114,7 +117,7 @@ class PlannedLetter:
 
 
 class DeadLetterActions:
-    """Client that plans and executes retries and discards of dead letters. Its producer connects at the first one."""
+    """Client that checks dead letters and publishes retries and discards. Its producer connects at first use."""
 
     def __init__(self, records: RecordReader, producer: EventProducer, blobs: BlobStore, clock: Clock) -> None:
         self._records = records
@@ -125,7 +128,7 @@ class DeadLetterActions:
         self._is_connected = False
 
     async def plan_retry(self, rows: Sequence[Row]) -> AsyncIterator[PlannedLetter]:
-        """Yield each letter with the problem that prevents a retry. The plan publishes no record.
+        """Yield each dead letter with the problem that prevents its retry, or None. No record is published.
 
         Raises:
             Unavailable: the bus does not answer.
@@ -150,11 +153,11 @@ class DeadLetterActions:
         return None
 
     async def retry(self, letters: Sequence[PlannedLetter], by: str) -> None:
-        """Publish the records of letters again, and then the decisions.
+        """Publish the refused records again, then one decision `retried` for each letter.
 
         Args:
             letters: letters in which `plan_retry` found no problem.
-            by: name of the user.
+            by: name of the user who decided.
 
         Raises:
             Unavailable: the bus does not answer. Some records may have been published; consumers recognize their ids.
@@ -166,13 +169,19 @@ class DeadLetterActions:
             await self._decide([planned.row for planned in letters], "retried", None, by)
 
     async def discard(self, rows: Sequence[Row], reason: str, by: str) -> None:
-        """Record that letters will not be retried. Raises `Unavailable` if the bus does not answer."""
+        """Publish the decision that these letters will not be retried.
+
+        Raises `Unavailable` if the bus does not answer.
+        """
         if rows:
             await self._connect()
             await self._decide(rows, "discarded", reason, by)
 
     async def _restore(self, letter: DeadLetter) -> Outgoing:
-        """Return the refused record. A record that never was on a topic gets the key of its event."""
+        """Return the record that a letter contains, ready to be published on its source topic.
+
+        A record without a key, such as one that was refused before it was published, gets the key of its event.
+        """
         partitions = await self._producer.partitions(letter.source_topic)
         partition = letter.source_partition if letter.source_partition in partitions else None
         if letter.source_key:
@@ -209,7 +218,7 @@ class DeadLetterActions:
                 self._is_connected = True
 
     async def close(self) -> None:
-        """Disconnect."""
+        """Disconnect the producer from the bus."""
         await self._producer.stop()
 
 

@@ -45,7 +45,7 @@ class Facts:
     batches: BatchRules = field(default_factory=BatchRules)
 
     def value(self, service: str, metric: str, **labels: str) -> float:
-        """Return a metric of a service, or 0 without it."""
+        """Return the value of a metric that a service reported, or 0 if the service reported none."""
         return self.stack.service(service).value(metric, **labels) or 0.0
 
     def rise(self, service: str, metric: str, *, includes_training: bool = False) -> float:
@@ -58,7 +58,7 @@ class Facts:
         return now - earlier if now >= earlier else now
 
     def rises(self, service: str, metric: str, *, label: str = "reason") -> dict[str, float]:
-        """Return the growth of a counter since `before` by one of its labels, without those that did not grow."""
+        """Return the growth of a counter since `before` for each value of one of its labels, without zero growths."""
         now = self.stack.service(service).by_label(metric, label)
         earlier = self.before.service(service).by_label(metric, label) if self.before is not None else {}
         growth = {name: value - earlier.get(name, 0.0) for name, value in now.items()}
@@ -78,7 +78,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A reason why nothing is trained. `name` is stable; sentence and remedy are for people."""
+    """A reason why nothing is trained. `name` is a stable identifier; sentence and remedy are texts for people."""
 
     name: str
     sentence: str
@@ -88,7 +88,10 @@ class Cause:
 
 
 def find_cause(facts: Facts) -> Cause | None:
-    """Return the first cause that applies; None if the stack trains well, or if the facts show no cause."""
+    """Return the first cause in the order of the checks that `facts` show, or None.
+
+    None means that experiences are being trained and nothing stops the loop, or that no check recognizes the cause.
+    """
     for check in _STOPPING:
         if (cause := check(facts)) is not None:
             return cause

@@ -1,4 +1,4 @@
-"""Rules of the flow: the settings of other services that decide what is trained and serves, and reasons of drops."""
+"""Settings of other services that decide which turns are trained and which versions serve, and texts about drops."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RewardRules(Section):
     weights: dict[str, float] = Field(default_factory=lambda: {"*": 1.0})
 
     def weight(self, source: str) -> float:
-        """Return the weight of a source in the reward: that of the first pattern that fits, or 0."""
+        """Return the weight of a source in the reward: that of the first pattern that matches its name, or 0."""
         return first_fitting(self.weights, source) or 0.0
 
 
@@ -116,17 +116,24 @@ _MEANINGS = {
 
 
 def describe_reason(reason: str) -> str:
-    """Return a sentence about a reason why turns are not trained, such as `stale` or `truncated_sampling (grammar)`."""
+    """Return a sentence that explains a reason why turns are not trained, such as `stale` or
+    `truncated_sampling (grammar)`.
+    """
     name = reason.partition(" (")[0]
     return _MEANINGS.get(name) or remedy(name, LEFT_OUT_REMEDIES | DROP_REMEDIES)
 
 
 def remedy(reason: str, remedies: Mapping[str, str]) -> str:
-    """Return the remedy for a reason as a sentence."""
+    """Return a sentence with the remedy for a reason why turns are not trained.
+
+    Args:
+        reason: the reason, such as `stale`.
+        remedies: remedy by reason. For other reasons the sentence points to the documentation.
+    """
     clause = remedies.get(reason, "read the pitfalls about this reason in the documentation")
     return f"{clause[:1].upper()}{clause[1:]}."
 
 
 def sessions_query(reason: str) -> str:
-    """Return the query of the list of sessions that were dropped, with evaluation sessions if that is the reason."""
+    """Return the URL query that lists the sessions dropped for `reason`; for `eval` it includes evaluation sessions."""
     return urlencode({"status": "dropped"} | ({"evaluation": "shown"} if reason == "eval" else {}))

@@ -20,7 +20,7 @@ REFUSED_STATES = frozenset({"rejected", "withdrawn", "skipped"})
 
 @dataclass(frozen=True, slots=True)
 class ScoredVersion:
-    """A version with the score of its last run of the audit tasks (held-out tasks)."""
+    """A version with its mean score in its newest evaluation on the audit tasks (held-out tasks)."""
 
     version: str
     step: int
@@ -48,8 +48,8 @@ class ScoredVersion:
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """Statement of the console on whether the model learns: the champion's scores on the audit tasks (held-out tasks)
-    against those of the first version.
+    """Verdict whether a model learns: the champion's scores on audit tasks (held-out tasks) against the first
+    version's.
     """
 
     verdict: Literal["learns", "worse", "unclear", "unmeasured"]
@@ -69,7 +69,7 @@ class GateRule(Section):
 
 
 def describe_rule(rule: GateRule) -> str:
-    """Return a sentence with the rule that decides which version becomes champion."""
+    """Return a sentence that states the rule by which the gate makes a version champion."""
     if not rule.command:
         return "Each version takes over after its probe, because no gate is set (registry.gate.command)."
     least = f", and that its score is at least {rule.minimum_score:g}" if rule.minimum_score else ""
@@ -82,7 +82,7 @@ def describe_rule(rule: GateRule) -> str:
 
 
 def describe_trial(versions: Sequence[VersionState]) -> str:
-    """Return a sentence with the numbers of the gate's last decision, or an empty text if there was none."""
+    """Return a sentence with the statistics of the gate's last decision, or an empty text before the first decision."""
     decisions = [
         event
         for version in versions
@@ -96,7 +96,10 @@ def describe_trial(versions: Sequence[VersionState]) -> str:
 
 
 def describe_numbers(event: ModelEvent) -> str:
-    """Return a clause with the tasks and differences of a decision of the gate; empty for other decisions."""
+    """Return a clause with the number of tasks and the score differences of a gate decision.
+
+    The clause is empty for decisions of other kinds.
+    """
     numbers = event.statistics
     if "tasks" not in numbers or event.decision not in ("promoted", "rejected"):
         return ""
@@ -117,7 +120,7 @@ def describe_numbers(event: ModelEvent) -> str:
 
 
 def scored_versions(versions: Sequence[VersionState]) -> list[ScoredVersion]:
-    """Return the versions with an audit score, by step. A standard error is at least 1 / (plays + 2)."""
+    """Return the versions that have an audit score, by ascending step. A standard error is at least 1 / (plays + 2)."""
     scored = []
     for version in versions:
         audits = [event for event in version.decisions if event.decision == "evaluated" and "score" in event.statistics]

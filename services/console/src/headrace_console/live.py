@@ -19,7 +19,7 @@ _SILENCE_S = 15.0
 
 
 class Changes:
-    """Counter of changes by topic, and the streams that send it to browsers, at most once per second each."""
+    """Change counters by topic, and the event streams to browsers. Each stream sends at most one message per second."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -32,7 +32,7 @@ class Changes:
         return bool(self._wakers)
 
     def announce(self, topic: str) -> None:
-        """Announce a change of a topic to all subscribers."""
+        """Count a change of a topic, and wake the streams of all subscribers."""
         self._numbers[topic] = self._numbers.get(topic, 0) + 1
         for waker in self._wakers:
             waker.set()
@@ -44,7 +44,9 @@ class Changes:
             waker.set()
 
     def stream(self) -> AsyncIterator[bytes]:
-        """Return the events of a new subscriber, from now on. Raises `Refused` 503 if there are 200 already."""
+        """Open an event stream for a new subscriber, which gets all later changes. Raises `Refused` 503 beyond 200
+        streams.
+        """
         if len(self._wakers) >= _SUBSCRIBERS_MAX:
             raise Refused(503, "too_many_streams", f"{_SUBSCRIBERS_MAX} tabs follow the changes; close one of them")
         return self._events()

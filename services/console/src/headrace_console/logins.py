@@ -1,4 +1,4 @@
-"""Logins with one-time tokens and tokens of users, and the sessions that they begin.
+"""Logins with the one-time token of the stack's owner or with the token of a user, and the sessions that they begin.
 
 A session is a random cookie. Only its digest is stored, in a file, so that sessions survive a restart. A new token in
 the settings ends the sessions of its user, and a new internal key of the stack ends those of the owner. Only the owner

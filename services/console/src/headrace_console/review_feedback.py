@@ -1,4 +1,4 @@
-"""Answers of raters as bodies of `POST /v1/feedback`."""
+"""Conversion of raters' answers in review queues to request bodies of `POST /v1/feedback`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,18 @@ Body = dict[str, JsonValue]
 
 
 def compared_choices(item: Item) -> tuple[int, int]:
-    """Return the choices of the two answers of an item that raters compare."""
+    """Return the indices of the two answers of an item's turn that raters compare."""
     return pair_of(item.id, _choices(item))
 
 
 def sides(item: Item, rater: str, *, repeated: bool) -> tuple[int, int]:
-    """Return the choices that a rater sees as A and as B."""
+    """Return the indices of the answers that a rater sees as A and as B.
+
+    Args:
+        item: an item of a queue that compares pairs.
+        rater: name of the rater.
+        repeated: whether the rater compares the pair a second time, with swapped sides.
+    """
     return sides_of(item.id, _choices(item), rater, repeated=repeated)
 
 
@@ -48,11 +54,12 @@ def stored_answer(rules: QueueRules, item: Item, text: str, rater: str, *, repea
 def feedback_bodies(
     rules: QueueRules, item: Item, verdict: Verdict, previous: str | None, edit: JsonValue = None
 ) -> list[Body]:
-    """Return the bodies of the requests that send a verdict. The feedback id of the first one identifies the verdict.
+    """Return the request bodies that send a verdict to the gateway. The feedback id of the first body is the verdict's
+    id.
 
     Args:
         rules: the rules of the queue.
-        item: the item.
+        item: the reviewed item.
         verdict: the verdict.
         previous: the rater's answer that was valid until now, or None.
         edit: the edited answer as a message, for the verdict `EDITED`.
@@ -68,9 +75,9 @@ def feedback_bodies(
 
 
 def _kind(rules: QueueRules, answer: str) -> str:
-    """Return the kind of an answer.
+    """Return the kind of feedback that an answer becomes.
 
-    The feedback of an answer replaces earlier feedback of the same kind. Feedback of another kind must be withdrawn.
+    Feedback replaces earlier feedback of the same kind. Feedback of another kind must be withdrawn.
     """
     return answer if rules.question in ("pair", "edit") and answer in (SAME, BOTH_BAD) else rules.question
 
@@ -82,7 +89,7 @@ def _target(rules: QueueRules, item: Item) -> Body:
 
 
 def _pair_targets(item: Item) -> list[Body]:
-    """Return the fields of feedback that name its target, for each of the two answers of a pair."""
+    """Return, for each of the two compared answers, the fields of a feedback body that name this answer."""
     response: Mapping[str, JsonValue] = {"response_id": _response_id(item), "level": "response"}
     return [{**response, "choice": choice} for choice in compared_choices(item)]
 

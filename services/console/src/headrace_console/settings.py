@@ -15,7 +15,7 @@ ServiceUrl = Annotated[str, Field(pattern=r"^http://[A-Za-z0-9.\[\]:-]{1,255}$")
 
 
 class UserSettings(Section):
-    """One user. Only the digest of the user's token is kept: `printf %s "$TOKEN" | sha256sum`."""
+    """One user of the console. The settings contain only the token's digest: `printf %s "$TOKEN" | sha256sum`."""
 
     name: Name
     """Name under which the user's decisions are recorded."""
@@ -29,7 +29,7 @@ class UserSettings(Section):
 
 
 class ConsoleSettings(ServiceSettings):
-    """Who may use the console, and where it finds the other services."""
+    """Users of the console, its port, and the addresses of the other services."""
 
     port: Port = INFO.port
     """Port of the service's HTTP; 0 lets the system choose."""

@@ -1,6 +1,6 @@
-"""Tokens of one answer as a page shows them: how each was sampled, its probability then and now, and its colour.
+"""Tokens of one answer as a page shows them: how each was sampled, its two probabilities, and its colour.
 
-"Then" is the time of the call, "now" is under the weights of another version.
+One probability is that at the time of the call, the other one that under the weights of another version ("now").
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ CHANGE_LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class LensToken:
-    """One token. `kind` is `prompt`, `sampled` or `forced`, if the constraint left no other token."""
+    """One token of a turn with its text and probabilities.
+
+    `kind` is `prompt`, `sampled` or, if a sampling constraint left no other token, `forced`.
+    """
 
     position: int
     token_id: int
@@ -62,7 +65,7 @@ class LensToken:
 
 @dataclass(frozen=True, slots=True)
 class Lens:
-    """Tokens of a turn: the prompt ids that its event contains, followed by one answer."""
+    """Tokens of a turn: the prompt tokens that the turn's event contains, followed by those of one answer."""
 
     turn: Turn
     choice: int
@@ -90,7 +93,7 @@ class Lens:
         return max(0, self.prompt_length - _LEAD)
 
     def tokens(self, start: int, stop: int, colour: str) -> list[LensToken]:
-        """Return the tokens from `start` up to `stop`. `colour` is one of `COLOURS`."""
+        """Return the tokens from index `start` up to `stop`. `colour` is the colour scheme, one of `COLOURS`."""
         choice, tokens = self.turn.choices[self.choice], []
         forced = forced_positions(self.turn, self.choice)
         for position in range(max(0, start), min(stop, self.length)):
@@ -125,7 +128,13 @@ def forced_positions(turn: Turn, choice: int) -> Collection[int]:
 
 
 def colour_class(colour: str, then: float | None, now: float | None) -> str:
-    """Return the CSS class of a sampled token, or an empty text if its probabilities are not known."""
+    """Return the CSS class of a sampled token, or an empty text if a needed probability is not known.
+
+    Args:
+        colour: the colour scheme, one of `COLOURS`.
+        then: logprob of the token at the time of the call.
+        now: logprob of the token under the weights of another version.
+    """
     if colour == "change":
         if then is None or now is None:
             return ""

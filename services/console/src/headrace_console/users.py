@@ -12,7 +12,7 @@ _ROLES: tuple[Role, ...] = get_args(Role)
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """The tenants whose records a user may read. `tenants` None permits all of them."""
+    """The tenants whose records a user may read. None means all tenants."""
 
     tenants: frozenset[str] | None = None
 

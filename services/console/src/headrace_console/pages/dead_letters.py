@@ -36,7 +36,7 @@ _DIGITS = re.compile(r"[0-9]+")
 
 
 async def groups(visit: Visit) -> Response:
-    """List the groups of letters in a state."""
+    """List the groups of dead letters in one state, with the number of letters in each group."""
     _check_scope(visit)
     state = choice_of(visit.parameters("state"), "state", tables.LETTER_STATES)
     async with visit.transaction() as tx:
@@ -51,7 +51,7 @@ async def groups(visit: Visit) -> Response:
 
 
 async def group(visit: Visit) -> Response:
-    """List the letters of a group, the oldest first."""
+    """List the dead letters of a group, the oldest first."""
     _check_scope(visit)
     parameters = visit.parameters(*_GROUP, "state", "after")
     group, state = _group(parameters), choice_of(parameters, "state", tables.LETTER_STATES)
@@ -73,7 +73,7 @@ async def group(visit: Visit) -> Response:
 
 
 async def letter(visit: Visit) -> Response:
-    """Show a letter with the refused record."""
+    """Show a dead letter with the refused record."""
     _check_scope(visit)
     visit.parameters()
     async with visit.transaction() as tx:
@@ -90,7 +90,7 @@ async def letter(visit: Visit) -> Response:
 
 
 async def plan(visit: Visit) -> Response:
-    """Show a dry run: how many letters of a group can be retried, and the problems of the others."""
+    """Show the dry run of a retry: how many letters of a group can be retried, and the problems of the others."""
     _check_scope(visit)
     group = _group(visit.parameters(*_GROUP))
     async with visit.transaction() as tx:
@@ -115,7 +115,7 @@ async def plan(visit: Visit) -> Response:
 
 
 async def retry(visit: Visit) -> Response:
-    """Retry the next portion of a group: publish the records again."""
+    """Retry the next letters of a group: publish their records again."""
     group, rows = await _next_letters(visit)
     planned = [letter async for letter in visit.parts.letters.plan_retry(rows)]
     await visit.parts.letters.retry([letter for letter in planned if letter.problem is None], visit.user.name)
@@ -123,7 +123,7 @@ async def retry(visit: Visit) -> Response:
 
 
 async def discard(visit: Visit) -> Response:
-    """Discard the next portion of a group: record that its letters will not be retried."""
+    """Discard the next letters of a group: record that they will not be retried."""
     reason = await visit.reason()
     group, rows = await _next_letters(visit)
     await visit.parts.letters.discard(rows, reason, visit.user.name)
@@ -131,10 +131,10 @@ async def discard(visit: Visit) -> Response:
 
 
 async def _next_letters(visit: Visit) -> tuple[LetterGroup, list[Row]]:
-    """Read from a submitted form which group of dead letters to retry or discard.
+    """Return the dead letters that a submitted form retries or discards.
 
     Returns:
-        The group, and its next open letters after the position in the form, at most `PORTION` of them.
+        The group in the form, and at most `PORTION` of its open letters, after the position in the form.
     """
     _check_scope(visit)
     form = await visit.fields(_FORM_FIELDS)

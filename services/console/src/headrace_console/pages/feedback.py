@@ -64,7 +64,10 @@ async def send(visit: Visit) -> Response:
 
 
 async def _own_feedback(visit: Visit, session: Row, turn: Row | None) -> tuple[dict[str, Feedback], bool]:
-    """Return the user's valid feedback about the turn or the session by its kind, and whether all could be read."""
+    """Return the user's valid feedback about the turn or the session, and whether all of its events could be read.
+
+    The feedback is keyed by its kind, such as score or edit.
+    """
     async with visit.transaction() as tx:
         rows = await queries.feedback_of(tx, session["id"])
     events = await visit.parts.records.read_rows("feedback", rows[:_FEEDBACK_MAX])
@@ -74,7 +77,7 @@ async def _own_feedback(visit: Visit, session: Row, turn: Row | None) -> tuple[d
 
 
 def valid_feedback(newest_first: Iterable[Feedback], rater: str, turn_id: str | None) -> dict[str, Feedback]:
-    """Return the feedback of a user of the console that can be withdrawn, by its kind.
+    """Return the latest feedback of a user about one object by its kind, such as score or edit, if it is not withdrawn.
 
     Args:
         newest_first: feedback about one session.
@@ -90,7 +93,7 @@ def valid_feedback(newest_first: Iterable[Feedback], rater: str, turn_id: str | 
 
 
 async def _target(visit: Visit, number: str) -> tuple[Row, Row | None]:
-    """Return what the feedback form is about: the session in the URL, and its turn if a number is given.
+    """Return the rows of the session in the URL and of the turn with this number, or None for an empty number.
 
     Raises:
         NotFound: the user may see no such session or turn.

@@ -93,7 +93,7 @@ class Templates:
         return HTMLResponse("".join(template.blocks["live"](template.new_context(context))), status)
 
     def error(self, request: Request, user: User | None, error: Refused) -> Response:
-        """Return the page of a refused request."""
+        """Return the error page of a refused request."""
         return self.render(request, user, "error.html", error.status, error=error)
 
     def _frame(self, request: Request, user: User | None) -> Mapping[str, object]:

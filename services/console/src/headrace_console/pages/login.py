@@ -19,7 +19,7 @@ _THEME_S = 400 * 24 * 3600
 
 
 class LoginPages:
-    """Pages that begin and end sessions, and the choice of the theme."""
+    """Pages that begin and end login sessions, and the choice of the theme."""
 
     def __init__(self, templates: Templates, logins: Logins, *, has_users: bool, behind_tls: bool) -> None:
         self._templates = templates
@@ -35,14 +35,14 @@ class LoginPages:
         ]
 
     def pages(self) -> list[Page]:
-        """Return the pages that need a session of any role."""
+        """Return the pages that need a login but no particular role."""
         return [
             Page("/logout", self.log_out, role="rater", method="POST", is_change=False),
             Page("/theme", self.theme, role="rater", method="POST", is_change=False),
         ]
 
     async def form(self, request: Request) -> Response:
-        """Log in with the one-time token of the query, or show the form."""
+        """Log in with the one-time token in the URL query, or show the login form."""
         if (token := parameters_of(request, "token").get("token")) is not None:
             return self._redirect_with_session(request, self._logins.log_in_once(token))
         return self._templates.render(request, None, "login.html", has_users=self._has_users)
@@ -53,7 +53,7 @@ class LoginPages:
         return self._redirect_with_session(request, self._logins.log_in(form.get("token", "")))
 
     async def log_out(self, visit: Visit) -> Response:
-        """End the session."""
+        """End the login session."""
         name = cookie_name(visit.request)
         self._logins.log_out(visit.request.cookies.get(name, ""))
         response = RedirectResponse("/login", 303)

@@ -105,7 +105,7 @@ def flow_title(facts: Facts, cause: Cause | None) -> str:
 
 
 async def _facts(visit: Visit) -> tuple[Facts, str]:
-    """Return the facts, and an error message if the registry does not answer."""
+    """Return the observed state of the loop, and an error message if the registry does not answer."""
     stack = await visit.parts.stack.report()
     models: tuple[ModelState, ...] = ()
     problem = ""
@@ -162,7 +162,7 @@ async def _summary(visit: Visit, state: ModelState) -> ModelSummary:
 
 
 def reward_chart(model: str, steps: Sequence[queries.Row]) -> Markup:
-    """Return the chart of the mean reward of the experiences that each step trained."""
+    """Return a chart of the mean reward of the experiences that each training step used."""
     marks = [
         charts.Mark(report["account"], report["reward"], report["reward"], report["reward"], _step_label(report))
         for report in steps
@@ -184,7 +184,10 @@ def _time(event: ModelEvent) -> datetime:
 
 
 def _stages(facts: Facts) -> list[tuple[str, str, float | None]]:
-    """Return service, label and value of each number that the page Why lists, None if the service does not answer."""
+    """Return the service, the label and the value of each number that the page Why lists.
+
+    The value is None if the service does not answer.
+    """
     numbers = [
         ("gateway", "calls captured", "headrace_gateway_turns_total"),
         ("collector", "sessions open", "headrace_collector_open_sessions"),

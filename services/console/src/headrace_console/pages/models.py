@@ -73,7 +73,7 @@ async def model(visit: Visit) -> Response:
 
 
 async def version(visit: Visit) -> Response:
-    """Show the page of a version: its state, and the statistics of each decision about it."""
+    """Show a version: its state, and the statistics of each decision about it."""
     visit.parameters()
     version = await find_version(visit)
     model = await visit.parts.registry.model(version.model)
@@ -105,12 +105,12 @@ async def withdraw(visit: Visit) -> Response:
 
 
 async def find_version(visit: Visit) -> VersionState:
-    """Return the version that the path names. Raises `NotFound` as `match_version`."""
+    """Return the version that the URL path names. Raises `NotFound` as `match_version`."""
     return match_version(visit, await visit.parts.registry.versions(visit.path("model")))
 
 
 def match_version(visit: Visit, versions: Iterable[VersionState]) -> VersionState:
-    """Return the version that the path names, perhaps by the beginning of its digest.
+    """Return the version that the URL path names by its digest or by the beginning of the digest.
 
     Raises:
         NotFound: no version matches, or several do.
@@ -150,7 +150,7 @@ ORDERS = ("up", "down")
 
 
 async def learned(visit: Visit) -> Response:
-    """Show the page of the sessions on which a version was trained, beyond those of the version before it."""
+    """Show the sessions on which a version was trained and the version before it was not."""
     first = choice_of(visit.parameters("first"), "first", ORDERS)
     version = (await find_version(visit)).id
     async with visit.transaction() as tx:
@@ -254,7 +254,7 @@ async def _other(visit: Visit, first: VersionState, versions: Sequence[VersionSt
 def _rows(
     pair: Sequence[VersionState], scores: Sequence[ScoredVersion | None], traffic: Sequence[VersionTraffic]
 ) -> list[tuple[str, list[str]]]:
-    """Return the heading and the values of each row of the table."""
+    """Return the rows of the table that compares two versions: the heading and the value of each version."""
     return [
         ("state", [version.state.replace("_", " ") for version in pair]),
         ("lineage and step", [f"{version.lineage}, {version.step}" for version in pair]),
@@ -270,7 +270,7 @@ def _rows(
 def _differences(
     pair: Sequence[VersionState], scores: Sequence[ScoredVersion | None], traffic: Sequence[VersionTraffic]
 ) -> list[str]:
-    """Return sentences with the differences of the first version from the second one."""
+    """Return sentences with the differences in score and reward between the first version and the second."""
     first, second = traffic
     names = [f"{version.id.partition('@')[2][:12]} (step {version.step})" for version in pair]
     sentences = []

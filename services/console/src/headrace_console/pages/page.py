@@ -54,7 +54,11 @@ class InvalidParameter(Refused):
 
 
 def choice_of(parameters: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
-    """Return a parameter, or the first choice if it is missing or empty. Raises `InvalidParameter` for other values."""
+    """Return the parameter `name`, or the first of `choices` if it is missing or empty.
+
+    Raises:
+        InvalidParameter: the value is not in `choices`.
+    """
     text = parameters.get(name) or choices[0]
     if text not in choices:
         raise InvalidParameter(name, text, f"must be one of {', '.join(choices)}")
@@ -148,7 +152,7 @@ class PageRoutes:
         self._read_only = read_only
 
     def route(self, page: Page) -> Route:
-        """Return the route of a page."""
+        """Return the Starlette route of a page, which runs the checks before the page's handler."""
 
         async def endpoint(request: Request) -> Response:
             user = self._logins.user_of(request.cookies.get(cookie_name(request)))
@@ -213,7 +217,9 @@ def _parse_form(content: bytes) -> dict[str, str]:
 
 
 def cookie_name(request: Request, *, kind: str = "headrace") -> str:
-    """Return the name of a cookie, which contains the port because browsers share cookies between ports."""
+    """Return the name of a cookie of this console. It contains the port, because browsers share cookies between
+    ports.
+    """
     server = request.scope.get("server")
     name = f"{kind}-{server[1]}" if server else kind
     return f"__Host-{name}" if request.app.state.behind_tls else name

@@ -62,7 +62,12 @@ async def turns_until(tx: AsyncConnection, turn: Row) -> Sequence[Row]:
 
 
 def transcript_of(rows: Sequence[Row], events: Mapping[tuple[int, int], object]) -> Transcript | None:
-    """Return the conversation of turns, or None if the text of the last one has expired."""
+    """Return the conversation that the turns' events contain, or None if the event of the last turn has expired.
+
+    Args:
+        rows: turns of one session, the oldest first.
+        events: events by partition and offset.
+    """
     events = {position_of(row): events.get(position_of(row)) for row in rows}
     turns = [event for event in events.values() if isinstance(event, Turn)]
     if not turns or events[position_of(rows[-1])] is not turns[-1]:
@@ -104,7 +109,7 @@ async def show_queue(visit: Visit) -> Response:
 
 
 async def close(visit: Visit) -> Response:
-    """Stop a queue from offering items."""
+    """Close a queue, so that it offers no more items."""
     await visit.fields(())
     async with visit.transaction() as tx:
         queue = await queue_of_path(tx, visit, locked=True)
@@ -151,7 +156,10 @@ async def show_item(visit: Visit) -> Response:
 
 
 async def rate(visit: Visit) -> Response:
-    """Store and send the answer of a form, then show the next item. The buttons `skip` and `undo` also send answers."""
+    """Store the rating in the form, send it as feedback, then show the next item.
+
+    The buttons `skip` and `undo` send this form too.
+    """
     form = await visit.fields(("answer", "number", "text", "tool_calls"))
     _check_rights(visit.user)
     answer = form.get("answer", "")
@@ -182,7 +190,7 @@ async def rate(visit: Visit) -> Response:
 
 
 def _verdict(visit: Visit, queue: Queue, item: Item, form: dict[str, str]) -> tuple[Verdict, str | None, bool]:
-    """Return the verdict of a form, the answer that was valid before it, and whether the verdict is stored already.
+    """Return the verdict that a form sends, the rater's answer before it, and whether the verdict is stored already.
 
     A form that is sent twice returns the stored verdict.
     """
@@ -210,7 +218,10 @@ def _answer(visit: Visit, queue: Queue, item: Item, text: str, previous: str | N
 
 
 async def _redirect_to_next(visit: Visit, tx: AsyncConnection, queue: Queue) -> Response:
-    """Reserve the next item and redirect to it. If none is left, draw new ones; if there are none, show the queue."""
+    """Reserve the next item and redirect to it.
+
+    If the queue has no free item, draw new items; if there are none to draw, redirect to the page of the queue.
+    """
     name = await ratings.reserve_next(tx, queue, visit.user.name, _now_ms(visit))
     if name is None and not queue.closed and await queues.draw_items(tx, queue, parse_filter(queue.rules.filter)):
         name = await ratings.reserve_next(tx, queue, visit.user.name, _now_ms(visit))
@@ -306,7 +317,9 @@ def _own_answer(queue: Queue, item: Item, rater: str) -> str:
 
 
 def _last_item(last: Row | None, item: Item) -> dict[str, object] | None:
-    """Return address and next number of the item that the rater has rated last, for its undo."""
+    """Return the address of the item that the rater rated before `item`, and the number of its next verdict, for an
+    undo.
+    """
     if last is None or bytes(last["item"]) == item.name:
         return None
     return {"item": bytes(last["item"]).hex(), "number": last["number"] + 1}

@@ -33,7 +33,7 @@ _RESERVED_LABELS = frozenset({SAME, BOTH_BAD, "skip", "undo", *SIDES})
 
 
 async def form(visit: Visit) -> Response:
-    """Show the form, filled with the filter of the query."""
+    """Show the form for a new review queue, filled with the filter of the URL query."""
     parameters = visit.parameters("tenant", *FILTERS)
     async with visit.transaction() as tx:
         tenants, tenant = await chosen_tenant(tx, visit.user, parameters)
@@ -132,7 +132,9 @@ class RaterHabit:
 
 
 async def agreement(visit: Visit) -> Response:
-    """Show coefficients of the items that were drawn at random, shares of answers, and items with different answers."""
+    """Show how far raters and judges agree on the items that were drawn at random, and the items on which they
+    differ.
+    """
     visit.parameters()
     async with visit.transaction() as tx:
         queue = await queue_of_path(tx, visit)
@@ -161,7 +163,7 @@ async def agreement(visit: Visit) -> Response:
 
 
 def coefficient_text(coefficient: Coefficient) -> str:
-    """Return a coefficient with its interval in words."""
+    """Return a coefficient and its 95 % interval as text, or the reason why it has none."""
     if coefficient.has_too_few_items:
         return f"too few ({coefficient.items} of {COMMON_MIN} items)"
     if coefficient.value is None:
@@ -181,7 +183,7 @@ def answer_label(answer: Hashable) -> str:
 
 
 def habits_of(items: Sequence[AnsweredItem]) -> list[RaterHabit]:
-    """Return the habits of the raters of pairs."""
+    """Return, for each rater of pairs, how often A was chosen and how often repeated pairs got equal answers."""
     sides: dict[str, list[bool]] = {}
     again: dict[str, list[bool]] = {}
     for item in items:
@@ -207,7 +209,7 @@ def habits_of(items: Sequence[AnsweredItem]) -> list[RaterHabit]:
 
 
 def _differing_items(items: Sequence[AnsweredItem]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return address and answers of the items with different answers, the items that were drawn last first."""
+    """Return the address and the answers of each item with different answers, the most recently drawn item first."""
     entries = []
     for item in items:
         answers = {**item.by_rater, **item.by_judge}

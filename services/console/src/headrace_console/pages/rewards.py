@@ -65,9 +65,10 @@ async def rewards(visit: Visit) -> Response:
 
 
 def _largest_disagreement(scores: Scores, weight: Callable[[str], float]) -> tuple[str, PairAgreement, str] | None:
-    """Return the model and the two sources with the lowest kappa, and its text, or None if no kappa is defined.
+    """Return the two sources with the lowest kappa: their model, their agreement, and the kappa as text.
 
-    Sources without a `weight` are not compared, because their values are no part of the reward.
+    Return None if no kappa is defined. Sources without a `weight` are not compared, because their values are no part of
+    the reward.
     """
     pairs = []
     for model, by_target in scores.items():
@@ -81,7 +82,7 @@ def _largest_disagreement(scores: Scores, weight: Callable[[str], float]) -> tup
 
 
 def histogram(buckets: Mapping[int, int]) -> list[tuple[str, int]]:
-    """Return label and number of rewards of each bucket that has some, in ascending order."""
+    """Return the label and the number of rewards of each bucket that is not empty, in ascending order."""
     return [(_label(bucket), number) for bucket, number in sorted(buckets.items()) if number]
 
 

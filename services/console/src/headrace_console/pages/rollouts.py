@@ -35,7 +35,7 @@ async def rollouts(visit: Visit) -> Response:
 
 
 async def rollout(visit: Visit) -> Response:
-    """Show a rollout. The query `metric` chooses the metric of the chart."""
+    """Show a rollout with the chart of one metric, which the query parameter `metric` names."""
     metric = visit.parameters("metric").get("metric")
     rollout = await visit.parts.registry.rollout(visit.path("rollout"))
     if metric is not None and metric not in rollout.higher_is_better:
@@ -55,7 +55,7 @@ async def rollout(visit: Visit) -> Response:
 
 
 async def change(visit: Visit) -> Response:
-    """Apply the action of the path to a rollout: promote, hold or roll back."""
+    """Promote, hold or roll back a rollout, as the last segment of the path demands."""
     action = visit.path("action")
     if action not in _ACTIONS:
         raise NotFound
@@ -74,7 +74,7 @@ def metric_rows(rollout: RolloutState) -> list[MetricRow]:
 
 
 def _verdict(rollout: RolloutState, metric: str) -> str:
-    """Return the verdict of the confidence sequence on a metric, in words."""
+    """Return in words what the confidence sequence of a metric shows so far."""
     lower, upper = (rollout.statistics.get(f"{metric}.{end}") for end in ("lower", "upper"))
     if lower is None or upper is None:
         return "not measured yet"

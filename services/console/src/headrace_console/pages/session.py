@@ -26,7 +26,7 @@ _SPEAKERS_MAX = 50
 
 
 async def session(visit: Visit) -> Response:
-    """Show a session with its last turns, or with the turns before a position."""
+    """Show a session with its last turns, or with the turns before the position in the URL query."""
     parameters = visit.parameters("before")
     before = parse_position(parameters["before"]) if "before" in parameters else None
     async with visit.transaction() as tx:
@@ -73,7 +73,7 @@ async def session(visit: Visit) -> Response:
 async def _outcomes(
     visit: Visit, rows: SessionRecords, events: Mapping[tuple[int, int], object]
 ) -> Mapping[tuple[int, int], str]:
-    """Return the outcome of each feedback by its position on the topic."""
+    """Return the effect of each feedback on training, in words, by the feedback's position on the topic."""
     feedback = {
         position_of(row): event
         for row in reversed(rows.feedback[:_SPEAKERS_MAX])
@@ -102,7 +102,9 @@ def _turns(
     texts: Mapping[int, str],
     sentences: Mapping[int, Sequence[str]],
 ) -> list[dict[str, object]]:
-    """Return the template values of each turn: its numbers, its training, and the messages that the turn adds."""
+    """Return the template values of each turn: its numbers, its training, and the messages that it adds to the
+    prompt.
+    """
     entries, previous = [], None
     beginnings = frozenset(runs.first_turns.values())
     for row in rows.turns:
@@ -158,13 +160,13 @@ def message_text(message: Message) -> str:
 
 
 def message_values(message: Message) -> dict[str, object]:
-    """Return the template values of a message: role, text with tool calls, and the label for an answer of this form."""
+    """Return the template values of a message: role, text, and kind (answer, tool call or both)."""
     kind = "answer" if not message.tool_calls else "answer and tool call" if message.text else "tool call"
     return {"role": message.role, "text": message_text(message), "kind": kind}
 
 
 def describe_absence(statuses: Iterable[str]) -> str:
-    """Return why a session has no experience, from the statuses of its turns."""
+    """Return a sentence that explains from the statuses of a session's turns why it has no experience."""
     details = list(dict.fromkeys(split_status(name) for name in statuses if name))
     waiting = {"session": "the session is open", "reward": "its reward is awaited"}
     awaited = [waiting.get(detail, detail) for status, detail in details if status == "waiting"]
@@ -216,7 +218,7 @@ def _outcome(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -> str
 def reward_values(
     row: Row, events: Mapping[tuple[int, int], object], texts: Mapping[int, str], runs: Runs
 ) -> dict[str, object]:
-    """Return the template values of a reward. Its reason is None once its record has expired."""
+    """Return the template values of a reward. Its explanation is None once its record has expired."""
     event = events.get(position_of(row))
     reward = event if isinstance(event, Reward) else None
     first_turn = runs.first_turns.get(row["trajectory"])
@@ -263,7 +265,7 @@ def feedback_outcomes(
     refused: Mapping[str, str],
     weight: Callable[[str], float],
 ) -> list[str]:
-    """Return the outcome of each feedback.
+    """Return, for each feedback, a phrase about its effect on training.
 
     Args:
         feedback: the feedback of one session, in the order of the log.
@@ -290,9 +292,7 @@ def feedback_outcomes(
 
 
 def _target_of(event: Feedback) -> tuple[Any, ...]:
-    """Return the key under which later feedback replaces earlier feedback: source, rater and the object that it is
-    about.
-    """
+    """Return the key under which later feedback replaces earlier feedback: source, rater and judged object."""
     pair = event.preference.pair if event.preference is not None else ()
     return event.source, event.metric, event.rater, event.about, event.level, event.choice, event.msg_ids, pair
 

@@ -77,7 +77,7 @@ async def sessions(visit: Visit) -> Response:
 
 
 async def turn(visit: Visit) -> Response:
-    """Redirect from a response id to its turn in its session."""
+    """Redirect from a response id to the page of its session, at the turn."""
     visit.parameters()
     async with visit.transaction() as tx:
         address = await _turn_address(tx, visit.user, visit.path("turn_id"))
@@ -87,7 +87,7 @@ async def turn(visit: Visit) -> Response:
 
 
 async def find(visit: Visit) -> Response:
-    """Redirect to the turn, session, version, task or model that the parameter `q` names.
+    """Redirect to the page of the turn, session, version, task or model that the parameter `q` names.
 
     Raises:
         Refused: the user may see no record of this name (404).
@@ -117,7 +117,7 @@ async def find(visit: Visit) -> Response:
 
 
 def _first_page(parameters: Mapping[str, str], **changed: str) -> str:
-    """Return the query of the first page of the list, with some parameters changed."""
+    """Return the URL query of the first page of the session list, with some parameters changed."""
     selection = {name: text for name, text in parameters.items() if name not in _POSITIONS}
     return f"?{urlencode(selection | changed)}"
 
@@ -135,7 +135,7 @@ def _page_at(parameters: Mapping[str, str], **positions: Position | None) -> str
 
 
 def _queue_query(parameters: Mapping[str, str]) -> str:
-    """Return the query that fills the form of a new review queue with the filter of the list."""
+    """Return the URL query that prefills the form of a new review queue with the filter of the session list."""
     selection = {name: text for name, text in parameters.items() if name not in ("evaluation", *_POSITIONS)}
     return f"?{urlencode(selection)}" if selection else ""
 
@@ -149,7 +149,10 @@ async def _model_address(visit: Visit, text: str) -> str | None:
 
 
 async def _version_address(tx: AsyncConnection, text: str) -> str | None:
-    """Return the address of the version that `text` names; of the list of sessions if it names several; or None."""
+    """Return the address of the version that `text` names, or None if there is none.
+
+    If several versions match, return the address of the list of their sessions.
+    """
     versions = await queries.texts_of(tx, await queries.numbers_of_versions(tx, text))
     if len(versions) == 1:
         model, _, digest = versions.popitem()[1].partition("@")
@@ -178,7 +181,7 @@ async def _turn_address(tx: AsyncConnection, user: User, turn_id: str) -> str | 
 async def chosen_tenant(
     tx: AsyncConnection, user: User, parameters: Mapping[str, str]
 ) -> tuple[dict[str, int], str | None]:
-    """Return the tenants that a user may see, and the tenant to show: that of the parameter `tenant`, or the first.
+    """Return the tenants that a user may see, and the tenant that the parameter `tenant` names, by default the first.
 
     The second value is None if there is no tenant yet.
 
@@ -203,7 +206,11 @@ def parse_position(text: str) -> tuple[int, int]:
 
 
 def parse_filter(parameters: dict[str, str]) -> Filter:
-    """Parse the parameters of a query as a filter. Raises `Refused` 400 for a value that is not permitted."""
+    """Return the filter of the session list that URL query parameters describe.
+
+    Raises:
+        Refused: 400 for a value that is not permitted.
+    """
     for name, choices in LIST_CHOICES.items():
         text = parameters.get(name)
         if text is not None and text not in choices:

@@ -34,7 +34,7 @@ _EARLIER_TURNS_MAX = 256
 
 
 async def find_session(visit: Visit) -> Row:
-    """Return the session of the path. Raises `NotFound`, also if the user may not see its tenant."""
+    """Return the session that the URL path names. Raises `NotFound`, also if the user may not see its tenant."""
     async with visit.transaction() as tx:
         session = await queries.session_of(tx, visit.user.scope, visit.path("key"))
     if session is None:
@@ -81,7 +81,7 @@ async def whole_turn(visit: Visit, turn: Turn) -> Turn:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Turn that the user may see, with its session and the outcomes of its training."""
+    """A turn that the user may see, with its session and the outcomes of its training."""
 
     session: Row
     row: Row
@@ -168,7 +168,7 @@ async def compute(visit: Visit) -> Response:
 
 
 async def _target(visit: Visit) -> _Target:
-    """Return the turn of the path. Raises `NotFound`, also if the user may not see its tenant."""
+    """Return the turn that the URL path names. Raises `NotFound`, also if the user may not see its tenant."""
     session = await find_session(visit)
     row = await find_turn(visit, session, visit.path("turn"))
     async with visit.transaction() as tx:
@@ -176,7 +176,7 @@ async def _target(visit: Visit) -> _Target:
 
 
 async def _trained(visit: Visit, target: _Target, turn: Turn, choice: int) -> bool | None:
-    """Return whether an answer is in the loss of a trained experience, or None if that cannot be read."""
+    """Return whether training included an answer of the turn, or None if the experience's event cannot be read."""
     for row, history in zip(target.training.experiences, target.training.histories, strict=True):
         turns = unpack_numbers(row["turns"])
         trained = [entry for entry in history if trains_answer(entry, turns, target.row["id"])]
@@ -214,7 +214,7 @@ _READ_POLLS, _READ_POLL_S = 50, 0.2
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One of the two turns. `turn` is None if its text has expired or the bus does not answer."""
+    """One of the two compared turns. `turn` is None if its text has expired or the bus does not answer."""
 
     response_id: str
     session: Row
@@ -255,7 +255,7 @@ async def compare(visit: Visit) -> Response:
 
 
 async def try_version(visit: Visit) -> Response:
-    """Call a version with the prompt of the turn `left`, and show both answers."""
+    """Call a version with the prompt of the turn `left`, and show both answers side by side."""
     form = await visit.fields(("left", "version"))
     left, version = form.get("left", ""), form.get("version", "")
     turn = (await _side(visit, left)).turn
@@ -270,7 +270,7 @@ async def try_version(visit: Visit) -> Response:
 
 
 async def _wait_until_read(visit: Visit, response_id: str) -> None:
-    """Return once the console has read a turn. Raises `Refused` 503 after ten seconds."""
+    """Wait until the console has read the event of a turn. Raises `Refused` 503 after ten seconds."""
     for _ in range(_READ_POLLS):
         async with visit.transaction() as tx:
             record = await queries.turn_of(tx, visit.user.scope, response_id)
@@ -282,7 +282,11 @@ async def _wait_until_read(visit: Visit, response_id: str) -> None:
 
 
 async def _side(visit: Visit, response_id: str) -> _Side:
-    """Return one side for a turn. Raises `NotFound`, also if the user may not see the turn's tenant."""
+    """Return the turn with this response id as one side of a comparison.
+
+    Raises:
+        NotFound: the turn does not exist, or the user may not see its tenant.
+    """
     async with visit.transaction() as tx:
         record = await queries.turn_of(tx, visit.user.scope, response_id)
         if record is None or record[1]["log_offset"] < 0:

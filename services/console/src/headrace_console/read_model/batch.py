@@ -1,9 +1,11 @@
 """Application of a batch of events to the rows of the read model.
 
 A batch loads every row that its events may change, applies the events in memory and writes the rows, all in the
-transaction that also stores the positions. A turn contributes to counts by its status: counts change by the difference
-of these contributions before and after the batch. Applying an event twice, or in another order, gives the same rows, so
-a batch may be read again after a crash.
+transaction that also stores the positions on the topics. A turn contributes to the counts by its status: a batch adds
+to
+the counts the difference of these contributions after and before it. Applying an event twice, or in another order,
+gives
+the same rows, so a batch may be read again after a crash.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class LogEvent:
 
 @dataclass(frozen=True, slots=True)
 class _Snapshot:
-    """Contributions of the loaded turns to the counts and to their sessions before a change."""
+    """Contributions of the loaded turns to the global counts and to the counts of their sessions, before a batch."""
 
     counts: Counter[CountKey]
     summaries: dict[int, Summary]
@@ -74,14 +76,14 @@ _NOT_COUNTED: Summary = (0, 0, 0)
 
 
 class Batch:
-    """Rows that one batch changes. Call either `apply` or `remove`, once."""
+    """The loaded rows of one transaction, and the changes to them. Call either `apply` or `remove`, once."""
 
     def __init__(self, tx: AsyncConnection, names: Names, *, titles: bool, day: int) -> None:
         """Create an empty batch.
 
         Args:
             tx: the transaction of the batch.
-            names: numbers of the texts that repeat.
+            names: the table of texts, such as names of models, that rows refer to by number.
             titles: whether the first characters of each session are stored.
             day: the current day of the console, in days since 1970.
         """
@@ -106,9 +108,10 @@ class Batch:
     def session_of(
         self, event: Turn | Trajectory | Experience | Reward | Feedback, *, is_news: bool = True
     ) -> SessionRow:
-        """Return the session of an event, a stub if no event of it was read before.
+        """Return the row of an event's session, created as a stub if no event of the session was read before.
 
-        Its `read_day` becomes today, unless the caller decides (`is_news=False`) whether the event was read before.
+        The row's `read_day` becomes today, unless `is_news` is False: then the caller sets it for an event not read
+        before.
         """
         return self._session(event.session_key, self._names.number(event.tenant), is_news=is_news)
 
@@ -130,14 +133,14 @@ class Batch:
         return session
 
     def reward_target(self, event: Trajectory | Reward) -> tuple[SessionRow, TrajectoryRow]:
-        """Return the session and the trajectory of an event, stubs if they were not read before."""
+        """Return the rows of an event's session and trajectory, created as stubs if they were not read before."""
         session = self.session_of(event)
         trajectory = self.trajectories.add(trajectory_name(event.trajectory_id))
         trajectory.session = trajectory.session or session.id
         return session, trajectory
 
     def save_of(self, event: TrainingMetrics) -> tuple[int, int]:
-        """Return the lineage and the number of the save that an event reports."""
+        """Return the lineage and the number of the save (checkpoint of the trainer) that a training report is about."""
         return self._names.number(event.lineage), event.account
 
     async def apply(self, log_events: Sequence[LogEvent]) -> None:
@@ -160,7 +163,7 @@ class Batch:
         Args:
             sessions: numbers of the sessions.
             stubs: numbers of the experiences.
-            portion: number of rows of each table that are deleted at most.
+            portion: largest number of rows to delete from each table.
 
         Returns:
             Whether everything was deleted. Otherwise another call must delete the rest.
@@ -187,7 +190,7 @@ class Batch:
     def _unlink(
         self, turns: Sequence[TurnRow], trajectories: Sequence[TrajectoryRow], experiences: Sequence[ExperienceRow]
     ) -> None:
-        """Remove rows, and their numbers from all other rows."""
+        """Remove rows from the batch, and remove their numbers from the lists in all other rows."""
         for turn in turns:
             self.turns.remove(turn)
         for trajectory in trajectories:
@@ -209,7 +212,7 @@ class Batch:
             await rows.begin(self._tx)
 
     async def _load_named(self, events: Iterable[Event]) -> None:
-        """Load the rows that the events name by id or key."""
+        """Load the rows whose id or key occurs in an event."""
         sessions: set[tuple[str, int]] = set()
         turns: set[tuple[bytes, int]] = set()
         trajectories: set[tuple[bytes]] = set()
@@ -285,7 +288,7 @@ class Batch:
         return _Snapshot(await self._counts(await self._states(), Statuses(self._names)), summaries)
 
     async def _store(self, before: _Snapshot) -> None:
-        """Adjust counts and sessions by the differences to `before`, and write all rows."""
+        """Add to the counts and to the sessions the differences from the snapshot `before`, and write all rows."""
         tx, states, statuses = self._tx, await self._states(), Statuses(self._names)
         counts = await self._counts(states, statuses)
         counts.subtract(before.counts)

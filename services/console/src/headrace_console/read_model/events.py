@@ -42,7 +42,7 @@ _THUMB_THRESHOLD = 0.5
 
 
 class EventEffects:
-    """Applies events to the rows of a batch."""
+    """Applies events of each kind to the loaded rows of a batch."""
 
     def __init__(self, batch: Batch, names: Names, *, titles: bool) -> None:
         self._batch = batch
@@ -76,7 +76,7 @@ class EventEffects:
         return self._batch.session_of(event)
 
     def _turn(self, tenant: str, turn_id: str, session: SessionRow) -> TurnRow:
-        """Return the row of a turn, a stub if its event was not read."""
+        """Return the row of a turn, created as a stub if the turn's event was not read yet."""
         turn = self._batch.turns.add(pack_id(turn_id), self._names.number(tenant))
         turn.session = turn.session or self._batch.session_of_turn(turn_id, session).id
         turn.refused = turn.refused or turn.name in self._batch.side.refusals
@@ -187,7 +187,10 @@ class EventEffects:
             session.thumb = (event.value > _THUMB_THRESHOLD) - (event.value < _THUMB_THRESHOLD)
 
     def _update_edits(self, session: SessionRow, event: Feedback) -> None:
-        """Add or remove an edit of the session. The session has the flag `edited` while one of its edits is valid."""
+        """Add an edit (a corrected answer) to the session, or remove it if the event withdraws it.
+
+        The session has the flag `edited` while one of its edits is valid.
+        """
         edit = derived_id("edit", event.source, event.rater, *event.answer)[:_EDIT_DIGITS]
         other_edits = [other for other in session.edits if other != edit]
         session.edits = other_edits if event.withdrawn else [*other_edits, edit][-EDITS_MAX:]

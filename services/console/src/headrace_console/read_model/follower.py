@@ -1,6 +1,6 @@
-"""Readers of the bus: one applies all records of the topics to the read model, one reads single records by offset.
+"""Readers of the bus: one applies all records of the topics to the read model, another reads single records by offset.
 
-There is no consumer group. The position on each partition is stored in the database, in the transaction that applies
+They use no consumer group. The position on each partition is stored in the database, in the transaction that applies
 the records.
 """
 
@@ -96,7 +96,7 @@ class TopicFollower:
             database: the database of the read model.
             blobs: the store of large events.
             clock: the clock.
-            changed: called after each batch with the topics of its records.
+            changed: function that is called after each batch with the topics of the batch's records.
             titles: whether the first characters of each session are stored.
             retention_days: days for which sessions are stored.
         """
@@ -112,7 +112,9 @@ class TopicFollower:
         self.following = asyncio.Event()
 
     async def run(self) -> None:
-        """Read until cancelled. Reconnects after a failure of the bus, the database or the blob store."""
+        """Read the topics and apply their records until cancelled. Reconnects after a failure of the bus, the database
+        or the blob store.
+        """
         while True:
             reader = consumer(self._bus, "headrace-console")
             try:
@@ -146,8 +148,8 @@ class TopicFollower:
     async def process(self, records: Sequence[Record]) -> None:
         """Apply records and store their positions in one transaction. Records before a stored position are skipped.
 
-        A record that cannot be decoded has no effect, because the service that it is for dead-letters it. A record that
-        cannot be applied is logged and skipped, so that it does not stop the others.
+        A record that cannot be decoded has no effect, because the service that consumes it dead-letters it. A record
+        that cannot be applied is logged and skipped, so that it does not stop the others.
         """
         decoder = BatchDecoder(self._clock)
         events = [await self._decode(record, decoder) for record in records]
@@ -162,7 +164,9 @@ class TopicFollower:
         self._changed({record.topic for record in records})
 
     async def delete_expired(self) -> None:
-        """Delete a portion of the expired rows. The next call follows in a minute, or at once if more have expired.
+        """Delete a portion of the expired rows when the time for it has come.
+
+        The next portion is due after a minute, or at once if more rows have expired.
 
         A failure is logged and does not stop the reading.
         """
@@ -227,7 +231,7 @@ async def _positions(tx: AsyncConnection, *, locked: bool = False) -> dict[tuple
     """Return the next offset by topic and partition.
 
     Args:
-        locked: whether to keep other processes from writing until the transaction ends.
+        locked: whether to lock out other writing processes until the transaction ends.
     """
     if locked and tx.dialect.name == "postgresql":  # SQLite has one writer at a time
         await tx.execute(select(func.pg_advisory_xact_lock(_LOCK)))
@@ -236,7 +240,7 @@ async def _positions(tx: AsyncConnection, *, locked: bool = False) -> dict[tuple
 
 
 def _ranges(offsets: Collection[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last offset of each range without gaps."""
+    """Yield the first and the last offset of each range of consecutive offsets."""
     first = last = -1
     for offset in sorted(offsets):
         if offset != last + 1 or first < 0:
@@ -273,8 +277,9 @@ class RecordReader:
                 raise Unavailable(f"bus {self._bus.address}: {error!r}") from error
 
     async def read_rows(self, topic: str, rows: Sequence[Row]) -> Mapping[tuple[int, int], Event]:
-        """Return the events of rows by partition and offset. If the bus does not answer, return none, so that a page
-        shows the rest.
+        """Return the events at the topic positions of rows, by partition and offset.
+
+        If the bus does not answer, return an empty mapping, so that a page can show everything else.
         """
         try:
             return await self.read(topic, [position_of(row) for row in rows]) if rows else {}
@@ -282,7 +287,9 @@ class RecordReader:
             return {}
 
     async def read_row(self, topic: str, row: Row) -> Event | None:
-        """Return the event of a row, or None if it has expired or the bus does not answer."""
+        """Return the event at the topic position that a row stores, or None if it has expired or the bus does not
+        answer.
+        """
         return (await self.read_rows(topic, [row])).get(position_of(row))
 
     async def _read(
@@ -332,6 +339,6 @@ class RecordReader:
             await reader.stop()
 
     async def close(self) -> None:
-        """Disconnect."""
+        """Disconnect from the bus."""
         async with self._lock:
             await self._disconnect()

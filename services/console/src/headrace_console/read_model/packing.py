@@ -28,7 +28,7 @@ def _key_bytes(key: str) -> bytes:
 
 
 def pack_id(text: str) -> bytes:
-    """Return the compact form of an id. Different ids have different forms."""
+    """Return the compact form of an id as bytes. Different ids have different forms."""
     response = RESPONSE_ID.fullmatch(text)
     if response is not None:
         return _key_bytes(response[1]) + bytes.fromhex(response[2])
@@ -57,7 +57,10 @@ def unpack_key(packed: bytes) -> str:
 
 
 def split_turn(packed: bytes) -> tuple[str | None, bytes]:
-    """Divide a packed turn id into its session key and the bytes that a row stores. The key is None if it has none."""
+    """Split a packed turn id into its session key and the bytes that a row stores.
+
+    The session key is None if the turn id contains none.
+    """
     if len(packed) == _RESPONSE_BYTES:
         return unpack_key(packed[:_KEY_BYTES]), packed[_KEY_BYTES:]
     return None, packed + b"\0" if len(packed) == TAIL_BYTES else packed
@@ -73,7 +76,7 @@ def join_turn(session_key: str, stored: bytes) -> bytes:
 
 
 def pack_numbers(numbers: Iterable[int]) -> bytes:
-    """Return the compact form of row numbers: differences as variable-length integers with 7 bits per byte.
+    """Return row numbers as bytes: differences of successive numbers as variable-length integers, 7 bits per byte.
 
     A number near the previous one takes one byte.
     """

@@ -52,18 +52,18 @@ async def first_row(tx: AsyncConnection, query: Select[Any]) -> Row | None:
 
 
 async def numbers_of(tx: AsyncConnection, texts: Iterable[str]) -> dict[str, int]:
-    """Return the number of each text that is stored in the table of names."""
+    """Return, for those of the texts that the table of names contains, their numbers there."""
     table = tables.names
     rows = await tx.execute(select(table.c.name, table.c.id).where(table.c.name.in_(list(texts))))
     return {row.name: row.id for row in rows}
 
 
 async def numbers_of_versions(tx: AsyncConnection, name: str) -> list[int]:
-    """Return the database's numbers of all versions that a name from a page may mean.
+    """Return the numbers, in the table of names, of all versions that a shortened version name matches.
 
     Args:
         tx: the transaction.
-        name: name of a version (`model@digest`). It may lack the model and the end of the digest.
+        name: version name `model@digest`, from which the model and the end of the digest may be missing.
     """
     table, match = tables.names, _VERSION.fullmatch(name)
     if match is None:
@@ -85,7 +85,7 @@ async def has_task(tx: AsyncConnection, tenant: int, task: str) -> bool:
 
 
 async def texts_of(tx: AsyncConnection, numbers: Iterable[int | None]) -> dict[int, str]:
-    """Return the texts with these numbers."""
+    """Return the texts with these numbers in the table of names."""
     table, requested = tables.names, {number for number in numbers if number}
     if not requested:
         return {}
@@ -94,16 +94,16 @@ async def texts_of(tx: AsyncConnection, numbers: Iterable[int | None]) -> dict[i
 
 
 async def tenants(tx: AsyncConnection, scope: Scope) -> dict[str, int]:
-    """Return the numbers of the tenants in `scope` that have sessions, in the order of their first sessions."""
+    """Return the number of each tenant in `scope` that has sessions, in the order of the tenants' first sessions."""
     numbers = await _distinct(tx, tables.sessions.c.tenant)
     texts = await texts_of(tx, numbers)
     return {texts[number]: number for number in numbers if scope.permits(texts[number])}
 
 
 async def _distinct(tx: AsyncConnection, column: ColumnElement[int]) -> list[int]:
-    """Return the different numbers of an indexed column, in order.
+    """Return the distinct numbers in an indexed column, in ascending order.
 
-    Each takes one look-up in the index. DISTINCT would read the whole index.
+    Each number takes one look-up in the index, while DISTINCT would read the whole index.
     """
     numbers: list[int] = []
     number = await tx.scalar(select(func.min(column)))
@@ -127,7 +127,10 @@ async def latest_lineages(tx: AsyncConnection) -> dict[int, int | None]:
 
 
 async def counts(tx: AsyncConnection, scope: Scope) -> Counts:
-    """Count all turns by status. The status of a turn is that in its model's latest lineage (`latest_lineage`)."""
+    """Count the turns of the tenants in `scope` by status.
+
+    The status of a turn is that in the latest lineage of its model (`latest_lineage`).
+    """
     table, latest = tables.counts, await latest_lineages(tx)
     total = func.sum(table.c.turns)
     query = select(table.c.model, table.c.lineage, table.c.status, total)
@@ -146,7 +149,7 @@ async def counts(tx: AsyncConnection, scope: Scope) -> Counts:
 
 
 async def session_of(tx: AsyncConnection, scope: Scope, key: str) -> Row | None:
-    """Return the session with this key, or None if `scope` has none. A key belongs to one tenant."""
+    """Return the session with this key, or None if no tenant in `scope` has it. A key belongs to one tenant."""
     table = tables.sessions
     for row in await read_rows(tx, select(table).where(table.c.session_key == key)):
         tenant = (await texts_of(tx, [row["tenant"]]))[row["tenant"]]
@@ -176,7 +179,7 @@ async def read_turns(tx: AsyncConnection, query: Select[Any]) -> list[Row]:
 
 
 async def turn_of(tx: AsyncConnection, scope: Scope, turn_id: str) -> tuple[Row, Row] | None:
-    """Return the session and the turn with this response id, or None if `scope` has none."""
+    """Return the rows of the session and of the turn with this response id, or None if no tenant in `scope` has it."""
     key, stored = split_turn(pack_id(turn_id))
     if key is None:
         query = turns_query().where(tables.IS_FOREIGN, tables.turns.c.name == stored)
@@ -191,7 +194,7 @@ async def turn_of(tx: AsyncConnection, scope: Scope, turn_id: str) -> tuple[Row,
 
 
 async def turn_of_tail(tx: AsyncConnection, scope: Scope, tail: str) -> tuple[Row, Row] | None:
-    """Return the session and the turn whose response id ends in these 32 digits, or None.
+    """Return the rows of the session and of the turn whose response id ends in these 32 hexadecimal digits, or None.
 
     The digits begin with the time of the call. The search covers the last `SEARCHED_MAX` sessions of each tenant that
     had begun by then.
@@ -209,25 +212,25 @@ async def turn_of_tail(tx: AsyncConnection, scope: Scope, tail: str) -> tuple[Ro
 
 
 async def turn_in_session(tx: AsyncConnection, session: int, turn: int) -> Row | None:
-    """Return the captured turn of a session with this number, or None."""
+    """Return the row of a session's captured turn by the turn's number, or None if there is none."""
     turns = await read_turns(tx, captured_turns(session).where(tables.turns.c.id == turn))
     return turns[0] if turns else None
 
 
 def position_of(row: Row) -> tuple[int, int]:
-    """Return the partition and the offset of the event of a row."""
+    """Return the topic partition and offset of the event that a row was made from."""
     return row["partition"], row["log_offset"]
 
 
 async def has_turns_after(tx: AsyncConnection, turn: Row, number: int) -> bool:
-    """Return whether at least `number` captured turns of its session follow a turn."""
+    """Return whether at least `number` captured turns follow `turn` in its session."""
     table = tables.turns
     later = tuple_(table.c.at_ms, table.c.id) > tuple_(turn["at_ms"], turn["id"])
     return len(await read_rows(tx, captured_turns(turn["session"]).where(later).limit(number))) >= number
 
 
 def rewards_query(*columns: ColumnElement[Any]) -> Select[Any]:
-    """Return a query for rewards, joined through their trajectories with `columns` of their sessions."""
+    """Return a query for rewards with `columns` of their sessions, joined through the rewarded trajectories."""
     rewards, trajectories, sessions = tables.rewards, tables.trajectories, tables.sessions
     joined = rewards.join(trajectories, trajectories.c.id == rewards.c.trajectory)
     return select(rewards, *columns).select_from(joined.join(sessions, sessions.c.id == trajectories.c.session))

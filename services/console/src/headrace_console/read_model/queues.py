@@ -40,7 +40,7 @@ def nearest_score(value: float) -> float:
 
 
 class QueueRules(Model):
-    """Rules of a queue, which do not change."""
+    """Rules of a review queue: its question, its items and its raters. They are fixed when the queue is created."""
 
     question: Question
     about: Literal["answer", "session"] = "answer"
@@ -83,13 +83,13 @@ class Progress:
 
 
 def of_queue(queue: Queue) -> ColumnElement[bool]:
-    """Return the condition that an item belongs to the queue."""
+    """Return the SQL condition that an item belongs to the queue."""
     table = review_tables.items
     return (table.c.tenant == queue.tenant) & (table.c.queue == queue.name)
 
 
 async def add_queue(tx: AsyncConnection, tenant: int, name: str, rules: QueueRules, now_ms: int) -> int | None:
-    """Store a queue and return its number, or None if the tenant has a queue of this name or too many."""
+    """Store a queue and return its number, or None if the tenant has a queue of this name or its maximum of queues."""
     table = review_tables.queues
     number = (await tx.scalar(select(func.max(table.c.id))) or 0) + 1
     used = await tx.scalar(select(func.count()).where(table.c.tenant == tenant)) or 0
@@ -116,7 +116,10 @@ async def queues_of(tx: AsyncConnection, user: User) -> list[Queue]:
 
 
 async def queue_of(tx: AsyncConnection, user: User, number: int, *, locked: bool = False) -> Queue | None:
-    """Return a queue, or None if it does not exist for the user."""
+    """Return the queue with this number, or None if there is none that the user may see.
+
+    With `locked`, other transactions cannot change the queue until this one ends.
+    """
     query = select(review_tables.queues).where(review_tables.queues.c.id == number)
     row = await first_row(tx, query.with_for_update() if locked else query)
     if row is None:
@@ -144,7 +147,7 @@ async def progress_of(tx: AsyncConnection, queue: Queue) -> Progress:
 
 
 def valid_verdicts() -> Subquery:
-    """Return the subquery of the last verdict of each rater about each item, without the withdrawn ones."""
+    """Return a subquery for the latest verdict of each rater about each item, without withdrawn verdicts."""
     table, later = review_tables.verdicts, review_tables.verdicts.alias()
     is_revised = (
         select(later.c.number)
@@ -157,8 +160,8 @@ def valid_verdicts() -> Subquery:
 async def draw_items(tx: AsyncConnection, queue: Queue, selection: Filter) -> int:
     """Add the next items to a queue, and return their number.
 
-    With a filter, at least a fifth of the items is drawn at random from all sessions of the filter's time range.
-    If the filter is empty, all items are drawn so.
+    With a filter, at least a fifth of the items is drawn at random from all sessions of the filter's time range. With
+    an empty filter, all items are drawn at random.
 
     Args:
         tx: the transaction.
@@ -233,11 +236,15 @@ async def _oldest_drawn(tx: AsyncConnection, queue: Queue) -> tuple[int, int] | 
 async def _draw_at_random(
     tx: AsyncConnection, queue: Queue, since_ms: int, number: int, *, from_all: bool
 ) -> dict[str, tuple[int, int]]:
-    """Return session and turn of at most `number` new items, in an order that their hashes define.
+    """Draw at most `number` new items in the pseudo-random order of their ids, which are hashes of the sessions.
 
     Args:
-        since_ms: time before which sessions are not drawn. Only the newest `RANGE_SESSIONS` sessions after it are.
-        from_all: draw from all of these sessions; otherwise only from those in the random part.
+        since_ms: time after which a session must have begun. Only the newest `RANGE_SESSIONS` of these sessions are
+            drawn.
+        from_all: draw from all of these sessions; otherwise only from the fifth that `belongs_to_the_random_part`.
+
+    Returns:
+        Item id to the ids of its session and of the turn to review.
     """
     table = tables.sessions
     query = select(table.c.id, table.c.session_key).where(

@@ -31,7 +31,7 @@ _REPEATS_SEARCHED = 100
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """Item of a review queue (a session or a turn) with the state for one rater: verdicts and reservation."""
+    """Item of a review queue (a session or a turn), with the verdicts and the reservation of one rater."""
 
     name: bytes
     session: Row
@@ -45,7 +45,7 @@ class Item:
 
     @property
     def id(self) -> str:
-        """Id of the item, a hash that does not contain the session."""
+        """Id of the item, a hash from which the session cannot be found."""
         return unpack_id(self.name)
 
     @property
@@ -64,7 +64,7 @@ def _of_rater(table: Table, name: bytes, rater: str) -> ColumnElement[bool]:
 
 
 async def item_of(tx: AsyncConnection, queue: Queue, name: bytes, rater: str) -> Item | None:
-    """Return an item that the rater has reserved or rated, or None for all others."""
+    """Return an item that the rater has reserved or rated, or None if the rater has done neither."""
     items, verdicts, reservations = review_tables.items, review_tables.verdicts, review_tables.reservations
     row = await first_row(tx, select(items).where(items.c.name == name, of_queue(queue)))
     if row is None:
@@ -96,7 +96,7 @@ async def _turn_of(tx: AsyncConnection, item: Row) -> Row | None:
 async def reserve(
     tx: AsyncConnection, queue: Queue, name: bytes, rater: str, now_ms: int, *, repeated: bool = False
 ) -> None:
-    """Reserve an item for a rater. Another reservation of this item by the rater is replaced."""
+    """Reserve an item for a rater, in place of an earlier reservation of this item by the rater."""
     session = await tx.scalar(select(review_tables.items.c.session).where(review_tables.items.c.name == name))
     row = {
         "item": name,
@@ -151,7 +151,7 @@ def _open_reservation(queue: Queue, rater: str) -> Select[tuple[bytes]]:
 
 
 def _free_items(queue: Queue, rater: str, now_ms: int) -> Select[tuple[bytes]]:
-    """Return a query for items that need more ratings and that the rater has not rated, reserved or skipped."""
+    """Return a query for items that need more ratings and that the rater has neither rated, reserved nor skipped."""
     items, reservations, rated = review_tables.items, review_tables.reservations, valid_verdicts()
     is_rated = select(rated.c.item).where(rated.c.item == items.c.name, rated.c.rater == rater).exists()
     is_reserved = (
@@ -169,9 +169,9 @@ def _free_items(queue: Queue, rater: str, now_ms: int) -> Select[tuple[bytes]]:
 
 
 async def _pair_to_repeat(tx: AsyncConnection, queue: Queue, rater: str) -> bytes | None:
-    """Return a pair that the rater must rate a second time, with swapped sides, or None.
+    """Return the name of a pair that the rater must rate a second time, with swapped sides, or None.
 
-    The first rating was at least `_VERDICTS_BETWEEN` verdicts ago.
+    At least `_VERDICTS_BETWEEN` verdicts of the rater lie between the two ratings.
     """
     if queue.rules.question != "pair":
         return None
@@ -217,7 +217,7 @@ async def count_skipped(tx: AsyncConnection, queue: Queue, rater: str) -> int:
 
 
 async def last_rated(tx: AsyncConnection, queue: Queue, rater: str) -> Row | None:
-    """Return the last valid verdict of the rater in a queue, or None."""
+    """Return the row of the rater's latest valid verdict in a queue, or None."""
     items, rated = review_tables.items, valid_verdicts()
     query = select(rated).join(items, items.c.name == rated.c.item)
     query = query.where(of_queue(queue), rated.c.rater == rater)
@@ -234,7 +234,7 @@ async def store_verdict(tx: AsyncConnection, verdict: Verdict, session: int) -> 
 
 
 async def remove_verdict(tx: AsyncConnection, verdict: Verdict) -> None:
-    """Remove a verdict that could not be sent, unless its event was read from the topic."""
+    """Delete a verdict that could not be sent to the gateway, unless its event was read from the topic meanwhile."""
     table = review_tables.verdicts
     await tx.execute(
         delete(table).where(
@@ -251,7 +251,7 @@ _ROWS_MAX = 20_000
 
 @dataclass(slots=True)
 class AnsweredItem:
-    """An item that was drawn at random, with its answers."""
+    """An item of the random sample of a queue, with the answers of all raters and judges."""
 
     id: str
     session: int
@@ -293,7 +293,7 @@ async def random_items(tx: AsyncConnection, queue: Queue) -> list[AnsweredItem]:
 
 
 async def _add_judges(tx: AsyncConnection, queue: Queue, items: Sequence[AnsweredItem]) -> None:
-    """Add the answers that the rewards of judges imply. No reward implies a label or an edit."""
+    """Add to each item the answers that the rewards of judges imply. Rewards imply answers to scores and pairs only."""
     if queue.rules.question in ("label", "edit"):
         return
     sessions = tables.sessions
@@ -314,7 +314,9 @@ async def _add_judges(tx: AsyncConnection, queue: Queue, items: Sequence[Answere
 
 
 def _answer_of(queue: Queue, item: AnsweredItem, rewards: Sequence[Row]) -> Hashable | None:
-    """Return the answer that a judge's rewards imply: the nearest score, or the choice with the higher reward."""
+    """Return the answer that a judge's rewards imply: the nearest score, or the choice of the pair with the higher
+    reward.
+    """
     about_turn = {row["choice"]: row["value"] for row in rewards if row["turn"] == item.turn and item.turn}
     if queue.rules.question == "pair":
         return _better(item, about_turn)

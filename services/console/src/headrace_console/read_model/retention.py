@@ -26,7 +26,7 @@ async def delete_expired(tx: AsyncConnection, names: Names, *, day: int, retenti
 
     Args:
         tx: the transaction.
-        names: numbers of the texts that repeat.
+        names: the table of texts that rows refer to by number.
         day: the current day, in days since 1970.
         retention_days: days for which sessions are stored.
 

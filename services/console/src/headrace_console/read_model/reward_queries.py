@@ -35,7 +35,11 @@ class SourceRewards:
 
 
 async def rewards_by_source(tx: AsyncConnection, tenant: int, since_hour: int) -> dict[str, SourceRewards]:
-    """Return the rewards of a tenant's sources since an hour, by source."""
+    """Return the number, the distribution and the mean of a tenant's rewards by source.
+
+    Args:
+        since_hour: hour from which rewards are counted, in hours since 1970.
+    """
     table = tables.hours
     kind = table.c.source, table.c.outcome, table.c.bucket
     averaged = func.sum(case((table.c.total.is_not(None), table.c.rewards), else_=0))

@@ -41,7 +41,7 @@ async def upsert_all(
     *,
     added: tuple[str, ...] = (),
 ) -> None:
-    """Insert rows, or set all their columns where `key` exists.
+    """Insert rows. Where a row with the same `key` exists, overwrite its other columns.
 
     Args:
         tx: the transaction.
@@ -139,7 +139,7 @@ class RowSet(Generic[R]):
         self._removed.append(row.id)
 
     async def begin(self, tx: AsyncConnection) -> None:
-        """Read the highest id of the table, after which new rows are numbered."""
+        """Read the highest id in the table. New rows get the ids after it."""
         last = await tx.scalar(select(func.max(self._table.c.id)))
         self._next_id = (last or 0) + 1
 
@@ -192,7 +192,7 @@ class RowSet(Generic[R]):
         return rows
 
     def _read(self, mapping: RowMapping) -> dict[str, Any]:
-        """Return the values of a loaded row, converted from their compact forms."""
+        """Return the values of a loaded row by column, converted from their compact forms."""
         values = {name: mapping[name] for name in self._columns}
         for name, (read, _) in self._conversions.items():
             values[name] = read(values[name])
@@ -249,10 +249,11 @@ class TurnSet(RowSet[TurnRow]):
         await self._load_foreign(tx, [stored for key, stored in split if key is None])
 
     async def _load_in_sessions(self, tx: AsyncConnection, pairs: Iterable[tuple[int, bytes]]) -> None:
-        """Load the turns with these stored names in these sessions.
+        """Load the turns with these pairs of a session id and a stored name.
 
-        SQLite uses no index for pairs, so that each session is searched for each name of a portion. Small portions of
-        sorted pairs keep these searches few.
+        SQLite uses no index for pairs, so each session is searched for each name of a portion. Small portions of sorted
+        pairs
+        limit the number of these searches.
         """
         for part in portions(sorted(set(pairs)), _PAIRS_AT_ONCE):
             sessions, names = {session for session, _ in part}, {name for _, name in part}

@@ -1,4 +1,4 @@
-"""Rows of the read model in memory, and the numbers of texts that repeat in them."""
+"""Rows of the read model in memory, and the table of names, which gives repeated texts a number."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EDITS_MAX = 100
 
 @dataclass(slots=True)
 class SessionRow:
-    """Summary of one session."""
+    """Row of one session: its model, its times, the counts of its turns by status, its reward and its thumb."""
 
     id: int
     session_key: str
@@ -156,7 +156,7 @@ class NameTableFull(Exception):
 
 
 class Names:
-    """Numbers, from 1 on, that stand for texts in the rows.
+    """Table of texts, such as names of tenants and models, that rows refer to by number, from 1 on.
 
     A batch must call `refresh` first and `store` at its end.
     """
@@ -167,7 +167,7 @@ class Names:
         self._stored_until = 0
 
     def number(self, text: str) -> int:
-        """Return the number of a tenant, a model or a lineage, a new one if it has none.
+        """Return the number of a tenant, a model or a lineage, or assign the next free number.
 
         Raises:
             NameTableFull: there are too many texts. Rows of different tenants, models and lineages must not be merged.
@@ -184,12 +184,12 @@ class Names:
         return number
 
     def shared_number(self, text: str, *, is_open: bool = False, other: str = OTHER) -> int:
-        """Return the number of a text, which it shares with others once there are too many texts.
+        """Return the number of a text. Once the table is full, all new texts share the number of `other`.
 
         Args:
             text: the text.
-            is_open: whether the text is a source or a version. There may be any number of these, so they are limited
-                earlier, and numbers are left for reasons.
+            is_open: whether the text is a source or a version. Their number is unbounded, so their limit is lower,
+                which reserves numbers for reasons.
             other: the text that stands for all texts beyond the limit.
         """
         number = self._ids.get(text)
@@ -220,7 +220,9 @@ class Names:
         self._stored_until = len(self._texts)
 
     async def store(self, tx: AsyncConnection) -> None:
-        """Write new texts. The texts count as stored after the next `refresh`."""
+        """Insert new texts in the table. They count as stored after the next `refresh`, when the transaction was
+        committed.
+        """
         new = [{"id": n, "name": self._texts[n]} for n in range(self._stored_until + 1, len(self._texts) + 1)]
         if new:
             await tx.execute(insert(tables.names), new)

@@ -103,7 +103,8 @@ def _page(rows: Sequence[Row], selection: Filter, searched: Position | None = No
     """Build one page of the list of sessions, with the positions of the neighbouring pages.
 
     Args:
-        rows: sessions in list order from the filter's position on; one more than a page has if others follow.
+        rows: sessions in list order from the filter's position on; if more sessions follow, one more than fits on a
+            page.
         selection: the filter.
         searched: position at which the search stopped before the page was full.
     """
@@ -121,7 +122,7 @@ def _page(rows: Sequence[Row], selection: Filter, searched: Position | None = No
 
 
 def _conditions(selection: Filter) -> dict[str, ColumnElement[bool]]:
-    """Return the conditions of a filter by column, except those for model and version."""
+    """Return the SQL conditions of a filter by the column that they use, except those for model and version."""
     table, conditions = tables.sessions, {}
     if selection.task is not None:
         conditions["task_id"] = table.c.task_id == selection.task

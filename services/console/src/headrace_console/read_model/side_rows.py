@@ -50,7 +50,7 @@ class HourKey(NamedTuple):
 
 @dataclass(slots=True)
 class HourChange:
-    """Number and sum of rewards that a batch of records adds to an hour's row of the table `hours`."""
+    """Number and sum of the rewards that a batch of records adds to one row of the table `hours`."""
 
     rewards: int = 0
     total: float = 0.0
@@ -58,10 +58,14 @@ class HourChange:
 
 
 class SideRows:
-    """Rows of one batch, apart from those of sessions, turns, trajectories and experiences."""
+    """Rewards, feedback, verdicts, refusals and training steps that one batch changes."""
 
     def __init__(self, day: int) -> None:
-        """Create an empty set. `day`: the current day of the console."""
+        """Create an empty set.
+
+        Args:
+            day: the current day, in days since 1970.
+        """
         self._day = day
         self.refusals: set[bytes] = set()
         """Packed ids of refused events, as far as the batch's events name them."""
@@ -82,7 +86,7 @@ class SideRows:
         self._hours: defaultdict[HourKey, HourChange] = defaultdict(HourChange)
 
     async def load(self, tx: AsyncConnection, log_events: Sequence[LogEvent], batch: Batch) -> None:
-        """Load the stored refusals, rewards, feedback and steps that the events may concern."""
+        """Load the stored refusals, rewards, feedback and steps that the events may change."""
         events = [log_event.event for log_event in log_events]
         await self._load_refusals(tx, events)
         await self._load_rewards(tx, events, batch)
@@ -136,7 +140,7 @@ class SideRows:
             self._known_feedback.update((row.session, row.partition, row.log_offset) for row in rows)
 
     def is_new_step(self, lineage: int, account: int) -> bool:
-        """Return whether the report about this save was not read before."""
+        """Return whether the training report of this save (checkpoint of the trainer) was not read before."""
         return (lineage, account) not in self._known_steps and (lineage, account) not in self.steps
 
     def set_reward(self, key: RewardKey, values: dict[str, Any]) -> bool:
@@ -192,7 +196,7 @@ class SideRows:
         """Delete rewards, feedback and items with their verdicts, at most `portion` of each.
 
         Returns:
-            For each table whether rows are left to delete.
+            For each table, whether more rows remain to be deleted.
         """
         trajectories = select(tables.trajectories.c.id).where(tables.trajectories.c.session.in_(sessions))
         return [

@@ -59,7 +59,7 @@ def status_name(status: TurnStatus) -> str:
 
 
 def split_status(name: str) -> TurnStatus:
-    """Return the status and the detail in a name of `status_name`."""
+    """Return the status and the detail of a name such as `dropped/stale`. The inverse of `status_name`."""
     status, _, detail = name.partition("/")
     return status, detail
 
@@ -70,7 +70,7 @@ def state_of(turn: TurnRow, trajectories: Iterable[TrajectoryRow], names: Names)
     Args:
         turn: the turn.
         trajectories: the published trajectories that contain the turn. An accepted one has precedence.
-        names: the texts of the rows.
+        names: the table of texts that the rows refer to by number.
     """
     trajectory = min(trajectories, key=lambda row: (row.refused, row.id), default=None)
     untrained, model = turn.untrained, turn.model
@@ -100,15 +100,17 @@ def _reason(reasons: Mapping[int, int], turn: int, names: Names) -> str | None:
 
 
 class Statuses:
-    """Computation of statuses, valid while no row changes: it caches the outcomes of experiences."""
+    """Computes the status of turns. It caches outcomes of experiences, so no row may change while it is in use."""
 
     def __init__(self, names: Names) -> None:
-        """Create the statuses. `names` has the texts of the rows."""
+        """Create the computation. `names` is the table of texts that the rows refer to by number."""
         self._names = names
         self._outcomes: dict[tuple[int, int], LineageOutcomes] = {}
 
     def status(self, state: TurnState, experiences: Sequence[ExperienceRow], lineage: int) -> int:
-        """Return the number of the status of a turn in a lineage. Lineage 0 has trained nothing."""
+        """Return the number of a turn's status in a lineage, as `names` has it. In lineage 0 nothing counts as
+        trained.
+        """
         turn_id = unpack_id(state.turn.name)
         in_training = [
             self._outcomes_of(row, lineage).status(turn_id, row.revision, state.no_logprobs, refused=row.refused)
@@ -118,7 +120,7 @@ class Statuses:
         return self._names.shared_number(status_name((status, detail)), other=status_name((status, OTHER)))
 
     def count_changes(self, state: TurnState, experiences: Sequence[ExperienceRow]) -> Counter[CountKey]:
-        """Return the contribution of a turn to the counts."""
+        """Return the number that a turn adds to each row of the table `counts`."""
         tenant, model = state.turn.tenant, state.model
         untrained = self.status(state, experiences, 0)
         changes = Counter({CountKey(tenant, model, 0, untrained): 1})
@@ -135,7 +137,9 @@ class Statuses:
 
 
 class HistoryEntry(NamedTuple):
-    """One outcome of a revision, or its reversal, in the order of the lineage's saves."""
+    """Training outcome of one revision of an experience, or a reversal of one, with the trainer's save that
+    reports it.
+    """
 
     lineage: int
     save: int
@@ -153,7 +157,7 @@ class HistoryEntry(NamedTuple):
 
 
 def history_of(history: str | None) -> list[HistoryEntry]:
-    """Return the outcomes of an experience from the column `history`."""
+    """Parse the column `history` of an experience: its outcomes in the order of the trainer's saves (checkpoints)."""
     entries = []
     for lineage, save, kind, revision, *rest in sorted(json.loads(history or "[]"), key=lambda entry: entry[:3]):
         if kind == _OUTCOME:
@@ -200,9 +204,9 @@ def add_outcome(
 
     Args:
         row: the experience.
-        save: the lineage and the number of its save.
+        save: the lineage and the number of the save (checkpoint of the trainer) that reports the outcome.
         item: the outcome, or its reversal.
-        names: the texts of the rows.
+        names: the table of texts that the rows refer to by number.
     """
     entry: list[Any]
     if isinstance(item, TrainingOutcome):
@@ -219,7 +223,7 @@ def add_outcome(
 
 
 def _packed_advantages(item: TrainingOutcome) -> list[Any]:
-    """Return the advantages of an outcome in the form of its entry, or an empty list if it has none."""
+    """Return the overall and the per-turn advantages of an outcome as stored in `history`; empty if it has none."""
     if item.advantage is None and not item.turn_advantages:
         return []
     indices = {turn_id: index for index, turn_id in enumerate(dict.fromkeys(item.turn_ids))}
@@ -240,18 +244,18 @@ def overall_advantage(item: TrainingOutcome) -> float | None:
 
 
 def _rounded(advantage: float) -> float:
-    """Return six significant digits, which take fewer bytes than a single-precision number printed in full."""
+    """Round an advantage to six significant digits, to shorten its text in the database."""
     return float(f"{advantage:.6g}")
 
 
 def _without_superseded_drops(entries: Sequence[Sequence[Any]], newest: int) -> list[Sequence[Any]]:
-    """Return the history of an experience without the drops of old revisions, on which no status depends.
+    """Return the history of an experience without the drops of old revisions, which decide no status any more.
 
-    The drop of a revision that was undone or restored stays.
+    Drops of revisions that were undone or restored are not removed.
 
     Args:
         entries: stored history of an experience.
-        newest: number of its newest revision.
+        newest: number of the newest revision of the experience.
     """
     reverted = {(entry[0], entry[3]) for entry in entries if entry[2] != _OUTCOME}
     return [

@@ -63,14 +63,14 @@ class SessionKey(TypeDecorator[str]):
         return None if value is None else pack_key(value)
 
     def process_result_value(self, value: Any, dialect: Any) -> str | None:
-        """Unpack the key."""
+        """Convert the packed form from the database to a session key."""
         return None if value is None else unpack_key(bytes(value))
 
 
 class OftenEqual(TypeDecorator[Any]):
-    """Column that stores its most frequent value as NULL in PostgreSQL, where NULL takes no bytes.
+    """Column type that stores its most frequent value as NULL in PostgreSQL, where NULL takes no bytes.
 
-    A query that compares the column compares the stored values, so NULL does not match the most frequent value.
+    SQL comparisons use the stored values, so a comparison with the most frequent value does not match its rows.
     """
 
     impl = SmallInteger
@@ -151,8 +151,8 @@ FLAGS = {
 def is_no_evaluation(flags: ColumnElement[int]) -> ColumnElement[bool]:
     """Return the condition that a session is no evaluation.
 
-    It is an inequality, because PostgreSQL expects that few rows match an equality of computed values. It would search
-    all sessions of a period where the newest ones suffice.
+    It is an inequality, because PostgreSQL expects that few rows match an equality of computed values. With an equality
+    it would search all sessions of a period, although the newest ones are enough.
     """
     return flags.bitwise_and(FLAGS["eval"]) != FLAGS["eval"]
 
@@ -163,12 +163,15 @@ NAME_START: ColumnElement[bytes] = literal_column(f"substr(name, 1, {NAME_START_
 
 
 def is_named(table: Table, names: Collection[bytes]) -> ColumnElement[bool]:
-    """Return the condition that a row has one of these packed names, which an index of their first bytes can use."""
+    """Return the SQL condition that a row has one of these packed names. It can use the index of their first bytes."""
     return table.c.name.in_(names) & NAME_START.in_({name[:NAME_START_BYTES] for name in names})
 
 
 def _by_name(table: str) -> tuple[UniqueConstraint | Index, ...]:
-    """Return the key of a table on SQLite, and on PostgreSQL an index of half its size, which is not unique."""
+    """Return the constraint or index of a table's column `name`.
+
+    SQLite gets a unique constraint; PostgreSQL gets an index of half its size, which is not unique.
+    """
     unique, index = UniqueConstraint("name"), Index(f"ix_{table}_name", NAME_START)
     return unique.ddl_if(dialect="sqlite"), index.ddl_if(dialect="postgresql")
 

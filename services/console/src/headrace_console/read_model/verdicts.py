@@ -62,31 +62,32 @@ class Verdict:
 
 
 def item_id(tenant: str, queue: str, session_key: str) -> str:
-    """Return the id of a session as an item of a queue: a hash that does not contain the session."""
+    """Return the item id of a session in a queue: a hash from which the session cannot be found."""
     return derived_id("review-item", tenant, queue, session_key)
 
 
 def feedback_id(item: str, rater: str, number: int, *, repeated: bool, part: int = 0) -> str:
-    """Return the deterministic id of the feedback event that a reviewer's verdict sends, so that a repeated request has
-    no second effect.
+    """Return the id of a feedback event that sends a verdict. It is a hash, so a repeated request has no second effect.
 
     Args:
-        item: item of the review queue.
-        rater: reviewer.
-        number: number of the verdict among the reviewer's verdicts on the item.
-        repeated: whether the reviewer compares the same pair a second time.
+        item: id of the item of the review queue.
+        rater: name of the rater.
+        number: number of the verdict among the rater's verdicts on the item.
+        repeated: whether the rater compares the same pair a second time.
         part: number of the event, if a verdict sends several.
     """
     return derived_id("review-verdict", item, rater, number, int(repeated), part)
 
 
 def belongs_to_the_random_part(item: str) -> bool:
-    """Return whether an item is in the fifth of all items that a queue draws at random, independent of its filter."""
+    """Return whether an item belongs to the fifth of all items, chosen by hash, that a queue draws without its
+    filter.
+    """
     return uuid.UUID(item).int % _RANDOM_ONE_IN == 0
 
 
 def is_repeated_pair(item: str, rater: str) -> bool:
-    """Return whether a rater rates a pair a second time. This holds for one pair in twenty."""
+    """Return whether a rater must rate a pair a second time. This holds for one pair in twenty, chosen by hash."""
     return uuid.UUID(derived_id("review-again", item, rater)).int % _REPEATED_ONE_IN == 0
 
 
@@ -96,13 +97,18 @@ def has_swapped_sides(item: str, rater: str, *, repeated: bool) -> bool:
 
 
 def pair_of(item: str, choices: int) -> tuple[int, int]:
-    """Return the two choices that all raters of an item compare, drawn from the `choices` answers of its turn."""
+    """Return the indices of the two answers that all raters of an item compare.
+
+    Args:
+        item: id of the item, the seed of the random choice.
+        choices: number of answers of the item's turn.
+    """
     first, second = sorted(random.Random(item).sample(range(choices), 2))
     return first, second
 
 
 def sides_of(item: str, choices: int, rater: str, *, repeated: bool) -> tuple[int, int]:
-    """Return the choices that a rater sees as A and as B."""
+    """Return the indices of the answers that a rater sees as A and as B."""
     first, second = pair_of(item, choices)
     return (second, first) if has_swapped_sides(item, rater, repeated=repeated) else (first, second)
 
@@ -116,7 +122,9 @@ def is_verdict(event: Feedback) -> bool:
 
 
 def verdict_of(event: Feedback) -> Verdict | None:
-    """Return the verdict of feedback, or None for feedback of other origin and for further parts of a verdict."""
+    """Return the verdict that a feedback event carries, or None if it comes from elsewhere or only continues a
+    verdict.
+    """
     if not is_verdict(event) or event.rater is None:
         return None
     queue = event.source.removeprefix(SOURCE_PREFIX)

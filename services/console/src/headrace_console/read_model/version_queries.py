@@ -34,9 +34,9 @@ TASKS_MAX = 20
 
 @dataclass(frozen=True, slots=True)
 class VersionTraffic:
-    """Sums over the newest sessions whose last answer is by a version, without evaluation sessions.
+    """Sums over the newest sessions whose last answer a version gave, without evaluation sessions.
 
-    Turns and tokens are only those that the version answered. Thumbs and rewards are of whole sessions.
+    Turns and tokens are counted only where the version answered. Thumbs and rewards are those of whole sessions.
     """
 
     sessions: int = 0
@@ -99,7 +99,9 @@ async def version_traffic(tx: AsyncConnection, tenant: int, version: str) -> Ver
 
 
 async def shared_tasks(tx: AsyncConnection, tenant: int, first: str, second: str) -> Sequence[SharedTask]:
-    """Return tasks that occur among the newest sessions of both versions, including evaluation, the latest first."""
+    """Return tasks that occur among the newest sessions of both versions, including evaluation, the latest task
+    first.
+    """
     sides = [await _by_task(tx, tenant, version) for version in (first, second)]
     left, right = sides
     query = select(left.c.task_id, left.c.session.label("first"), right.c.session.label("second"))
@@ -122,7 +124,7 @@ async def shared_tasks(tx: AsyncConnection, tenant: int, first: str, second: str
 
 
 async def _newest(tx: AsyncConnection, tenant: int, version: str) -> Subquery:
-    """Return a subquery for the newest `SESSIONS_MAX` sessions of a version. It uses an index."""
+    """Return an indexed subquery for the newest `SESSIONS_MAX` sessions whose last answer a version gave."""
     table, number = tables.sessions, (await numbers_of(tx, [version])).get(version, 0)
     query = select(table).where(table.c.tenant == tenant, table.c.version == number, table.c.began_ms > 0)
     return query.order_by(table.c.began_ms.desc()).limit(SESSIONS_MAX).subquery()
@@ -136,7 +138,7 @@ async def _by_task(tx: AsyncConnection, tenant: int, version: str) -> Subquery:
 
 @dataclass(frozen=True, slots=True)
 class VersionTraining:
-    """Training between a version and the version before it, for the tenants of a scope."""
+    """Experiences that were trained between a version and the version before it, for the tenants of a scope."""
 
     lineage: str
     step: int
@@ -149,7 +151,7 @@ class VersionTraining:
 async def version_training(
     tx: AsyncConnection, scope: Scope, version: str, *, is_ascending: bool
 ) -> VersionTraining | None:
-    """Return the training of a version since the version before it, or None before its training was reported.
+    """Return the experiences trained since the version before `version`, or None before the trainer has reported them.
 
     Args:
         tx: the transaction.
@@ -204,9 +206,12 @@ def _counts(advantage: ColumnElement[Any]) -> list[ColumnElement[Any]]:
 async def steps_of(
     tx: AsyncConnection, saves: Collection[tuple[int, int]]
 ) -> dict[tuple[int, int], tuple[int, int, int]]:
-    """Return, for each of these saves of lineages, step, lineage and version of the first version that contains it.
+    """Return, for each save (checkpoint of the trainer), the first version that contains it, with its step and lineage.
 
     A save that no version contains yet has its own step, and 0 as the version.
+
+    Returns:
+        Step, lineage and version by save; lineages and versions as numbers in the table of names.
     """
     table, later, version = tables.steps, tables.steps.alias(), tables.steps.alias()
     if not saves:
@@ -228,12 +233,12 @@ _RUNS_MAX = 5_000
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs of sessions, numbered from 1 within each session in the order of their first turns."""
+    """Runs (trajectories) of sessions, numbered from 1 within each session in the order of their first turns."""
 
     of_turn: Mapping[int, int]
-    """Number of each turn's run."""
+    """Number of the run that contains a turn, by the turn's id."""
     first_turns: Mapping[int, int]
-    """First turn of each trajectory."""
+    """Id of the first turn of each trajectory, by the trajectory's id."""
     count: int
 
 

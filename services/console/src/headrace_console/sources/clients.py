@@ -40,7 +40,7 @@ _TIMEOUT_S = 10.0
 
 
 def bearer(key: str) -> dict[str, str]:
-    """Return the headers that authenticate a request, none without a key."""
+    """Return the headers that authenticate a request with `key`, or no headers if the key is empty."""
     return {"authorization": f"Bearer {key}"} if key else {}
 
 
@@ -67,7 +67,8 @@ async def call(
     """Send a request to a service, and return the body of its answer.
 
     Raises:
-        Refused: the service refuses the request, with its message, or it does not answer (503).
+        Refused: the service answers with an error, whose status and message are taken over, or it does not answer
+            (503).
     """
     try:
         async with open_client(timeout_s) as client:
@@ -103,11 +104,11 @@ class RegistryReader:
         self._cache: dict[str, tuple[float, bytes]] = {}
 
     async def models(self) -> tuple[ModelState, ...]:
-        """Return all models."""
+        """Return the states of all models."""
         return (await self._get("/v1/models", ModelList)).data
 
     async def model(self, name: str) -> ModelState:
-        """Return a model. Raises `Refused` 404."""
+        """Return the state of the model `name`. Raises `Refused` 404 if the registry has no such model."""
         return await self._get(f"/v1/models/{_segment(name)}", ModelState)
 
     async def versions(self, model: str) -> tuple[VersionState, ...]:
@@ -116,15 +117,15 @@ class RegistryReader:
         return (await self._get(path, VersionList)).data
 
     async def rollouts(self, limit: int = 100) -> tuple[RolloutState, ...]:
-        """Return the newest rollouts of all models, without charts."""
+        """Return the newest rollouts of all models, without their chart data."""
         return (await self._get(f"/v1/rollouts?limit={limit}", RolloutList)).data
 
     async def rollout(self, rollout_id: str) -> RolloutState:
-        """Return a rollout with its chart and its decisions. Raises `Refused` 404."""
+        """Return a rollout with its chart data and its decisions. Raises `Refused` 404 if there is no such rollout."""
         return await self._get(f"/v1/rollouts/{_segment(rollout_id)}", RolloutState)
 
     async def change(self, path: str, body: Model, user: User) -> None:
-        """Request a change. The registry's audit log records the name of the user.
+        """Send a change to the registry. The registry's audit log records the name of the user.
 
         Raises:
             Refused: the registry refuses the change, with its reason, or it does not answer (503).
@@ -152,7 +153,11 @@ class RegistryReader:
 
 
 def _segment(name: str) -> str:
-    """Return a name as one segment of a path. Raises `Refused` 404 for a name that would change the path."""
+    """Return a name quoted as one segment of a URL path.
+
+    Raises:
+        Refused: 404 for a name such as `..`, which would change the path.
+    """
     if name in ("", ".", ".."):
         raise Refused(404, "not_found", "There is nothing here for you. Check the address.")
     return quote(name, safe="@")
@@ -168,14 +173,16 @@ _DEFAULT_TENANT = "default"
 
 @dataclass(frozen=True, slots=True)
 class FeedbackReply:
-    """Answer of the gateway. `reason` states why the feedback has no effect, or is None if it may be trained."""
+    """Answer of the gateway to feedback. `reason` states why training ignores the feedback, or is None if it may
+    count.
+    """
 
     feedback_id: str
     reason: str | None
 
 
 class GatewayClient:
-    """Client of the gateway with one API key for each tenant. One requested answer is in progress at a time."""
+    """Client of the gateway with one API key for each tenant. `answer` runs one call at a time."""
 
     def __init__(self, url: str, keys: Mapping[str, str], internal_key: str) -> None:
         """Create a client.
@@ -209,7 +216,7 @@ class GatewayClient:
         return FeedbackReply(str(reply.get("feedback_id", "")), reason)
 
     async def answer(self, user: User, turn: Turn, version: str) -> str:
-        """Call a version with the prompt of a turn, and return the response id.
+        """Call a version with the prompt of a turn, and return the id of the response.
 
         The call is marked as evaluation, so it is not trained, and has a session of its own.
 

@@ -29,7 +29,9 @@ Answer = tuple[str, str, int, str]
 
 
 class ReplicaReader:
-    """Table of the replicas that serve now, and client of those that compute logprobs (`Replica.scores`)."""
+    """Table of the replicas that are alive, and client of those that compute logprobs of given tokens
+    (`Replica.scores`).
+    """
 
     def __init__(self, common: Common, blobs: BlobStore, clock: Clock) -> None:
         key = common.security.internal_key.get_secret_value()
@@ -51,7 +53,7 @@ class ReplicaReader:
         return _versions(model, self._live())
 
     def cached(self, answer: Answer) -> Sequence[float]:
-        """Return the logprobs of an answer that were computed within the last hour; empty without any."""
+        """Return the logprobs of an answer that were computed within the last hour, or an empty sequence."""
         entry = self._cache.get(answer)
         if entry is None or self._clock.monotonic_s() - entry[0] >= _CACHE_S:
             self._cache.pop(answer, None)
@@ -59,11 +61,11 @@ class ReplicaReader:
         return entry[1]
 
     async def compute(self, answer: Answer, tokens: TokensToScore) -> None:
-        """Request the logprobs of an answer from a replica, and cache them for an hour.
+        """Request the logprobs of an answer's tokens from a replica, and cache them for an hour.
 
         Raises:
-            Refused: no replica serves the version (409), another request is in progress (429), the answer is too
-                long (413), or the replica refuses the request.
+            Refused: no replica serves the version (409), another request is in progress (429), the answer is too long
+                (413), or the replica refuses the request.
         """
         version = answer[3]
         if len(tokens.prompt_token_ids) + len(tokens.token_ids) > TOKENS_MAX:
@@ -103,7 +105,7 @@ class ReplicaReader:
 
 
 def _versions(model: str, replicas: Sequence[Replica]) -> list[str]:
-    """Return the versions of a model that one of the replicas has ready."""
+    """Return the versions of a model that at least one of the replicas has loaded."""
     names = {
         loaded.version
         for replica in replicas
@@ -114,7 +116,9 @@ def _versions(model: str, replicas: Sequence[Replica]) -> list[str]:
 
 
 def _logprobs_of(content: bytes, tokens: int) -> Sequence[float]:
-    """Return the logprobs of the only answer of a response. Raises `Refused` 502."""
+    """Return the logprobs of the only answer in a replica's response. Raises `Refused` 502 if their number is not
+    `tokens`.
+    """
     try:
         (logprobs,) = ScoredAnswers.model_validate_json(content).logprobs
     except (ValidationError, ValueError):
@@ -125,4 +129,4 @@ def _logprobs_of(content: bytes, tokens: int) -> Sequence[float]:
 
 
 async def _skip(_record: Record, _error: InvalidEvent) -> None:
-    """Ignore a record that cannot be decoded: the registry dead-letters it."""
+    """Ignore a heartbeat that cannot be decoded: the registry dead-letters it."""

@@ -60,7 +60,7 @@ class ServiceReport:
 
 @dataclass(frozen=True, slots=True)
 class StackReport:
-    """State of all services at one time. `left_out` has, by service, the reason why `headrace up` did not start it."""
+    """State of all services at one time. `left_out` maps services that `headrace up` did not start to the reason."""
 
     services: Mapping[str, ServiceReport]
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -79,7 +79,7 @@ class StackReport:
 
 
 class Progress:
-    """The two reports around the last rise of the number of trained experiences."""
+    """The two state reports around the last increase of the number of trained experiences."""
 
     def __init__(self) -> None:
         self.before: StackReport | None = None
@@ -91,7 +91,13 @@ class Progress:
         self._trained: float | None = None
 
     def note(self, report: StackReport, now_s: float) -> None:
-        """Compare a report with the report before it, and store both if the number of trained experiences rose."""
+        """Compare a new report with the last one. If the number of trained experiences rose, store both as the
+        increase.
+
+        Args:
+            report: the new report.
+            now_s: monotonic time in seconds.
+        """
         trained = report.service("trainer").value("headrace_trainer_trained_total")
         if trained is None:  # the trainer does not answer
             return
@@ -102,9 +108,7 @@ class Progress:
         self._trained, self._last = trained, report
 
     def untrained_s(self, now_s: float) -> float | None:
-        """Return the seconds since the trainer last reported more trained experiences, or None if this was never
-        observed.
-        """
+        """Return the seconds since the number of trained experiences last rose, or None if no increase was observed."""
         return None if self._rose_at_s is None else now_s - self._rose_at_s
 
 
@@ -185,7 +189,7 @@ def parse_samples(page: str) -> Samples:
 
 
 def read_left_out(data_dir: Path) -> dict[str, str]:
-    """Return the services that `headrace up` did not start, with the reasons, from its state file."""
+    """Return, from the state file of `headrace up`, the services that it did not start, with the reason for each."""
     try:
         with (data_dir / "run" / "state.json").open("rb") as file:
             state = json.loads(file.read(_STATE_BYTES_MAX))
@@ -196,7 +200,7 @@ def read_left_out(data_dir: Path) -> dict[str, str]:
 
 
 def _problems(body: bytes) -> tuple[str, ...]:
-    """Return the reasons on a `/health` page, and the failed checks that have no reason."""
+    """Return the problems that a `/health` response lists, and the names of failed checks without an explanation."""
     try:
         page = json.loads(body)
         reasons = page.get("reasons", {})

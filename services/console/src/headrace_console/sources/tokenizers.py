@@ -1,7 +1,7 @@
-"""Tokenizers of versions from the blob store, of which four are cached, and the texts of their tokens.
+"""Tokenizers of versions, read from the blob store to show the texts of tokens. Four of them are cached.
 
-A text is needed for an id and never the other way round, so the vocabulary of the file is enough. The library that
-tokenizes prompts is not, which would bring compiled code and a client of a model hub into a service for browsers.
+The console only converts ids to texts, for which the vocabulary in `tokenizer.json` is enough. It does not install the
+`tokenizers` library, which has compiled code and a client of a model hub.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _TEXT_LENGTH_MAX = 400
 
 
 class TokenTexts:
-    """The bytes of each token of a tokenizer."""
+    """Bytes and displayed text of each token of a tokenizer."""
 
     def __init__(self, content: bytes) -> None:
         """Read a `tokenizer.json`. Raises `ValueError` if `content` is not a valid one."""
@@ -121,14 +121,14 @@ class TokenTexts:
     def text(self, token_id: int) -> str:
         """Return the text of a token for display, with control characters as visible symbols.
 
-        For an id that the tokenizer lacks, return the id as text.
+        An id that the tokenizer lacks is returned as text.
         """
         data = self.data(token_id)
         return f"\u27e8id {token_id}\u27e9" if data is None else visible_text(data)
 
 
 def visible_text(data: bytes) -> str:
-    """Return bytes as text. Bytes that are no whole character are shown as hexadecimal numbers, such as ⟨E2 96⟩."""
+    """Return bytes as text. Bytes that are not a whole character are shown as hexadecimal numbers, such as ⟨E2 96⟩."""
     parts: list[str] = []
     broken = b""
     while data:
@@ -149,7 +149,12 @@ def _hexadecimal(data: bytes) -> str:
 
 
 def _vocabulary(vocabulary: Any) -> Mapping[int, str]:
-    """Return pieces by id, from a table of ids or, for a unigram model, from a list of pieces with their scores."""
+    """Return the text of each token by its id.
+
+    Args:
+        vocabulary: field `vocab` of a `tokenizer.json`: ids by text or, for a unigram model, a list of texts with
+            scores.
+    """
     if isinstance(vocabulary, dict):
         return {int(token_id): str(piece) for piece, token_id in vocabulary.items()}
     return {token_id: str(entry[0]) for token_id, entry in enumerate(vocabulary)}
