@@ -1,4 +1,4 @@
-"""The scorer, which turns trajectories, rewards and feedback into experiences."""
+"""The scorer, which joins trajectories with rewards and feedback into experiences, the trainer's input."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _preference(row: ledger.Row) -> dict[str, object]:
 
 
 def _entry(row: ledger.Row) -> dict[str, object]:
-    """Return the fields that all kinds of entries have."""
+    """Return the fields that rewards, edits and preferences have in common."""
     return {
         **{name: row[name] for name in ("tenant", "source", "revision", "outcome", "reason")},
         "turn_id": row["turn_id"] or None,

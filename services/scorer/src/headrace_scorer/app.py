@@ -47,16 +47,18 @@ async def run(common: Common, settings: ScorerSettings) -> None:
 
 
 async def _ignore_invalid_record(_record: Record, _error: InvalidEvent) -> None:
-    """Ignore an invalid record of a topic of models: the gateway follows the same topics and dead-letters it."""
+    """Ignore a record about models that cannot be decoded. The gateway reads the same topics and dead-letters it."""
 
 
 def _learned(settings: ScorerSettings, pool: FunctionPool) -> LearnedSource | None:
-    """Return the source for the reward model of the settings; None if they name none."""
+    """Return the reward model that `scorer.learned.model` names as a source of rewards, or None without that
+    setting.
+    """
     return LearnedSource(settings.learned, lambda: pool.functions) if settings.learned.model is not None else None
 
 
 def service(common: Common, settings: ScorerSettings, pool: FunctionPool) -> StreamService:
-    """Build the scorer as a stream service."""
+    """Build the stream service of the scorer: its handlers, its periodic tasks and its routes."""
     cache = TrajectoryCache()
     learned = _learned(settings, pool)
     scores = ScoreStore(cache, learned, JudgeMonitor(settings.drift))

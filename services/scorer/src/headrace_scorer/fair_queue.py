@@ -10,10 +10,13 @@ T = TypeVar("T")
 
 
 class FairQueue(Generic[T]):
-    """Bounded queue that serves its tenants in turn.
+    """Bounded queue that serves its tenants in turn (round robin).
 
-    It holds `size` items of together `bytes_max` bytes. When it is full, each tenant may still have up to `reserve`
-    items, to a total of twice `size`, and a tenant without an item one more, to a total of twice `bytes_max`.
+    It holds at most `size` items with at most `bytes_max` bytes in total. When it is full, each tenant may still add
+    items
+    up to `reserve` of its own, until the queue has twice `size` items. A tenant without an item may add one until the
+    queue
+    has twice `bytes_max` bytes.
     """
 
     def __init__(self, size: int, reserve: int, bytes_max: int) -> None:
@@ -36,18 +39,21 @@ class FairQueue(Generic[T]):
         return len(self._items.get(tenant, ()))
 
     def free_slots(self, tenant: str, size: int | None = None) -> int:
-        """Return how many more items a tenant may add.
+        """Return how many more items the queue accepts from a tenant.
 
         Args:
-            size: size of the queue to assume; None for its own size. The tenant's reserve is added.
+            tenant: the tenant.
+            size: number of items to use as the limit in place of the queue's `size`. The tenant's reserve is added to
+                it.
         """
         reserved = min(self._reserve - self.count(tenant), 2 * self._size - self._count)
         slots = max((self._size if size is None else size) - self._count, reserved, 0)
         return slots if self.free_bytes(tenant) > 0 else 0
 
     def free_bytes(self, tenant: str) -> int:
-        """Return how many bytes the queue accepts from a tenant now. An item larger than that is still accepted if the
-        result is at least 1.
+        """Return how many more bytes the queue accepts from a tenant.
+
+        While the result is at least 1, one item of any size is accepted.
         """
         limit = self._bytes_max if self.count(tenant) else 2 * self._bytes_max
         free = self._bytes_max - self._size_bytes
@@ -61,7 +67,7 @@ class FairQueue(Generic[T]):
         self._notify()
 
     def get_nowait(self) -> T:
-        """Remove the oldest item of the tenant whose turn it is."""
+        """Remove and return the oldest item of the next tenant."""
         tenant, items = self._items.popitem(last=False)
         item, size_bytes = items.popleft()
         if items:
@@ -77,7 +83,7 @@ class FairQueue(Generic[T]):
         return self.get_nowait()
 
     async def wait_until_below(self, size: int) -> None:
-        """Wait until fewer than `size` items are queued, with less than half of the bytes."""
+        """Wait until the queue has fewer than `size` items and at most half of `bytes_max`."""
         while self._count >= size or self._size_bytes > self._bytes_max // 2:
             await self._changed.wait()
 

@@ -43,15 +43,17 @@ class EntryKey(NamedTuple):
 
     @classmethod
     def reward(cls, source: str, turn_id: str = "", choice: int = ANY_CHOICE) -> EntryKey:
-        """Return the key of a reward of a source; without a turn, of its reward for the whole trajectory."""
+        """Return the key of a source's reward for an answer, for a turn or, without a turn, for the whole
+        trajectory.
+        """
         return cls("reward", turn_id, choice, "", source)
 
 
 @dataclass(frozen=True, slots=True)
 class FeedbackEntry:
-    """Value that all feedback of one source about the same object results in, for one row of the ledger of rewards.
+    """One row for the ledger of rewards, computed from all feedback of one source about the same object.
 
-    `origin` identifies the feedback events, so that the same events do not add a second revision.
+    `origin` identifies these feedback events, so that the same events do not add a second revision.
     """
 
     outcome: EntryOutcome
@@ -77,7 +79,7 @@ def entries_of(
     Args:
         answers: answers in the branches of the trajectory.
         labels: value of each label that feedback may use.
-        corrections_max: number of edits that count, and of preferences. Only the newest count; older ones are
+        corrections_max: largest number of edits, and of preferences, that count. The newest count; older ones are
             withdrawn.
     """
     return {
@@ -90,10 +92,11 @@ def entries_of(
 def thumbs_of(
     feedback_set: FeedbackSet, answers: Collection[Answer], labels: Mapping[str, float], teachers: Collection[str]
 ) -> dict[str, float]:
-    """Return the value that each rater of the sources `teachers` gives to the run.
+    """Return the value that each rater of the sources `teachers` gives to the run, as training data of a reward model.
 
-    It is the mean of the rater's values for the whole run, or else the mean over the turns. All people without a name
-    are one rater with an empty name.
+    It is the mean of the rater's values for the whole run, or else the mean over the turns. All raters without a name
+    count
+    as one rater with an empty name.
     """
     for_run: dict[str, list[float]] = {}
     for_turns: dict[str, list[float]] = {}
@@ -115,7 +118,7 @@ def _rewards(
 def _latest_values(
     feedback_set: FeedbackSet, answers: Collection[Answer], labels: Mapping[str, float]
 ) -> dict[EntryKey, dict[str, _RaterValue]]:
-    """Return the latest value of each rater for each key, in the order of the log."""
+    """Return the latest value of each rater by ledger key. Raters are in the order of their values in the log."""
     latest_values: dict[EntryKey, dict[str, _RaterValue]] = defaultdict(dict)
     for event in feedback_set.all:
         if event.about != "value":
@@ -130,12 +133,11 @@ def _latest_values(
 
 
 def _targets(event: Feedback, answers: Collection[Answer]) -> Iterator[Answer]:
-    """Yield the answers that feedback is about, as pairs of turn id and choice.
-
-    An empty turn id stands for the trajectory.
+    """Yield the turn id and the choice of each object that feedback is about; an empty turn id means the trajectory.
 
     Feedback without a level that lists some of the turns in branches is about those turns. Feedback without a level
-    that lists all of them, or none, is about the whole trajectory.
+    that
+    lists all of them, or none, is about the whole trajectory.
     """
     turns = {turn for turn, _ in answers}
     if event.level == "response":
@@ -205,7 +207,7 @@ def _preferences(feedback_set: FeedbackSet, answers: Collection[Answer], most: i
 
 
 def _reason(event: Feedback) -> str | None:
-    """Return the comment, cut: one feedback may give thousands of entries, and each contains the reason."""
+    """Return the comment of feedback, cut to a bound, because one feedback event may give thousands of entries."""
     comment = event.comment
     if comment is None or len(comment) <= _REASON_LENGTH_MAX:
         return comment
@@ -228,9 +230,7 @@ Corrections = Mapping[EntryKey, str]
 
 @dataclass(frozen=True, slots=True)
 class AnswerRemarks:
-    """Feedback about single answers of one branch, in the order of its turns: rewards, corrected texts and
-    preferences.
-    """
+    """Turn rewards, edits and preferences for the answers of one branch, in the order of its turns."""
 
     turn_rewards: tuple[TurnReward, ...] = ()
     edits: tuple[Edit, ...] = ()
@@ -249,7 +249,7 @@ def rewards_about_branch(rewards: Sequence[SourceReward], branch: Branch) -> lis
 
 
 def answers_of(branch: Branch) -> dict[Answer, int]:
-    """Return the answers of the model in a branch, each with its position."""
+    """Return the position in the branch of each answer of the model."""
     return {(span.turn_id, span.choice): position for position, span in enumerate(branch.spans)}
 
 
@@ -260,7 +260,7 @@ def branch_remarks(
 
     Args:
         rewards: rewards that apply to the branch.
-        corrections: edits and preferences of the trajectory; those of other branches are ignored.
+        corrections: valid edits and preferences of the trajectory, of which those about other branches are ignored.
     """
     answers = answers_of(branch)
     matching = sorted(

@@ -1,4 +1,7 @@
-"""Matching of feedback with trajectories. Pure; the order of arrival makes no difference."""
+"""Matching of feedback events with the trajectories that they are about.
+
+Pure functions; the order in which events arrive makes no difference.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,7 @@ _VALUES_MAX = 32_768
 
 @dataclass(frozen=True, slots=True)
 class FeedbackPosition:
-    """The position of a stored feedback event in the log, without its content. The fields are those of
-    `PlacedFeedback`."""
+    """Position of a stored feedback event in the log, without the event. For the fields see `PlacedFeedback`."""
 
     name: str
     """The key of the stored event."""
@@ -39,10 +41,11 @@ class FeedbackPosition:
 
 @dataclass(frozen=True, slots=True)
 class PlacedFeedback:
-    """A feedback event with its offset on the topic `feedback`, which orders the feedback of a session.
+    """A feedback event with its offset on the topic `feedback` and the ends of other topics when it was sent.
 
-    When the event was sent, the topic `turns` ended at the offset `turns_until`, and `trajectories` at
-    `trajectories_until`. Both are None for feedback that did not come through a gateway.
+    The offset orders the feedback of a session. `turns_until` and `trajectories_until` are the end offsets of the
+    topics
+    `turns` and `trajectories` at that time; both are None for feedback that did not come through a gateway.
     """
 
     event: Feedback
@@ -62,7 +65,7 @@ P = TypeVar("P", FeedbackPosition, PlacedFeedback)
 
 @dataclass(frozen=True, slots=True, order=True)
 class ClosedTrajectory:
-    """Fields of a closed trajectory that matching reads. Trajectories that were closed together have the same time."""
+    """Times and offsets of a closed trajectory that matching uses. Trajectories closed together have equal times."""
 
     trajectory_id: str
     time_ms: int
@@ -74,10 +77,10 @@ class ClosedTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class FeedbackRange:
-    """Offsets of feedback about a session that is about trajectories which began, or were ingested, in succession."""
+    """Range of end offsets that feedback about one or several successive trajectories of a session has."""
 
     is_of_turns: bool
-    """Whether the range is one of `turns_until`. Otherwise it is one of `trajectories_until`."""
+    """Whether the range limits `turns_until` of the feedback. Otherwise it limits `trajectories_until`."""
     after: int | None
     until: int | None
     ingested_from: int | None = None
@@ -85,7 +88,7 @@ class FeedbackRange:
 
 
 class ClosedRuns:
-    """The closed trajectories of one session, sorted by their beginning and by their end."""
+    """The closed trajectories of one session, sorted by the offsets of their beginnings and by their closing times."""
 
     def __init__(self, peers: Iterable[ClosedTrajectory]) -> None:
         self.peers = tuple(peers)
@@ -100,10 +103,10 @@ class ClosedRuns:
         self._times = sorted(ended_together)
 
     def last_begun_before(self, turns_until: int | None, trajectories_until: int | None) -> frozenset[str]:
-        """Return the newest trajectory that began before these offsets, and those that were closed together with it.
+        """Return the ids of the newest trajectory that began before these offsets and of those closed together with it.
 
-        If none began before them, the first one that began later is used. Ingested trajectories count as newer than
-        captured ones.
+        If no trajectory began before these offsets, the first one of the session is used. Ingested trajectories count
+        as newer than captured ones.
 
         Args:
             turns_until: offset on the topic of turns, for captured trajectories; None matches none.
@@ -121,11 +124,11 @@ class ClosedRuns:
             return frozenset()
         return self._ended_together[chosen.time_ms]
 
-    def ranges(self, time_ms: int, apart: str = "") -> list[FeedbackRange]:
-        """Return the ranges of the feedback with offsets that is about the trajectories closed at `time_ms`.
+    def ranges(self, time_ms: int, separate_id: str = "") -> list[FeedbackRange]:
+        """Return the ranges of end offsets of the feedback that is about the trajectories closed at `time_ms`.
 
         Args:
-            apart: a trajectory whose own range is not joined with others.
+            separate_id: id of a trajectory whose range is not merged with the ranges of its neighbours.
         """
         ingested_from = self._sent[0] if self._sent else None
         captured = list(zip(self._begun, self._captured, [*self._begun[1:], None], strict=False))
@@ -138,29 +141,29 @@ class ClosedRuns:
                     continue
                 after = None if number == 0 and (is_of_turns or not captured) else begin
                 item = FeedbackRange(is_of_turns, after, end, ingested_from if is_of_turns else None)
-                may_join = is_joined and peer.trajectory_id != apart and ranges[-1].is_of_turns == is_of_turns
+                may_join = is_joined and peer.trajectory_id != separate_id and ranges[-1].is_of_turns == is_of_turns
                 if may_join and ranges[-1].until == after:
                     ranges[-1] = replace(ranges[-1], until=end)
                 else:
                     ranges.append(item)
-                is_joined = peer.trajectory_id != apart
+                is_joined = peer.trajectory_id != separate_id
         return ranges
 
     def closed_after(self, time_ms: int) -> frozenset[str]:
-        """Return the trajectories that were closed next after a time, else those that were closed last."""
+        """Return the ids of the trajectories closed first at or after a time, or else of those closed last."""
         if not self._times:
             return frozenset()
         at = bisect_left(self._times, time_ms)
         return self._ended_together[self._times[min(at, len(self._times) - 1)]]
 
     def without(self, trajectory_id: str) -> ClosedRuns:
-        """Return the trajectories except one."""
+        """Return the trajectories of the session without the one with this id."""
         return ClosedRuns(peer for peer in self.peers if peer.trajectory_id != trajectory_id)
 
 
 @dataclass(frozen=True, slots=True)
 class FeedbackSet:
-    """All feedback about one trajectory: first that about its task, then all other, each in the order of the log.
+    """All feedback about one trajectory: first the feedback about its task, then all other, each in log order.
 
     A later event replaces an earlier one of the same rater, so feedback about a session replaces feedback about its
     task.
@@ -170,12 +173,12 @@ class FeedbackSet:
 
     @property
     def listing(self) -> tuple[Feedback, ...]:
-        """Feedback that lists turns of the trajectory by their ids."""
+        """Feedback that names turns of the trajectory by their ids."""
         return tuple(event for event in self.all if event.msg_ids)
 
     @property
     def general(self) -> tuple[Feedback, ...]:
-        """Feedback about the session as a whole, without listed turns."""
+        """Feedback about the session as a whole, which names no turns."""
         return tuple(event for event in self.all if not event.msg_ids and event.level != "task")
 
     @property
@@ -189,7 +192,7 @@ class FeedbackSet:
         return max((event.run_sessions for event in self.listing), default=1)
 
     def resolve_id(self, field: str, default: str | None) -> str | None:
-        """Return the id in `field` (`task_id` or `run_id`) of the trajectory, or None if no event has one.
+        """Return the task id or run id of the trajectory (`field`: `task_id` or `run_id`), or None without any.
 
         The newest feedback that lists turns decides, then `default`, then the newest feedback about the session.
         """
@@ -208,9 +211,11 @@ class FeedbackSet:
 
 
 def newest(records: Iterable[P], events_max: int | None = None) -> list[P]:
-    """Return the newest records that count together (by default `EVENTS_MAX`), in the order of the log.
+    """Return the newest records up to `events_max` events (by default `EVENTS_MAX`), in the order of the log.
 
-    If there were no bound, each feedback of a session would cost as much as all that was given before it.
+    Their bytes and values are limited too. Without limits, each new feedback of a session would cost as much as all
+    earlier
+    feedback together.
     """
     most = EVENTS_MAX if events_max is None else events_max
     ordered = sorted(records, key=lambda record: record.offset, reverse=True)
@@ -226,10 +231,10 @@ def feedback_for(
     listing: Iterable[PlacedFeedback],
     general: Iterable[PlacedFeedback],
 ) -> FeedbackSet:
-    """Return the feedback about a trajectory that counts.
+    """Select the feedback about a trajectory from that about its turns and its session, within the limits of `newest`.
 
     Args:
-        peers: the closed trajectories of the session, this one among them.
+        peers: the closed trajectories of the session, including this one.
         listing: feedback that lists turns of the trajectory.
         general: feedback about the session as a whole.
     """
@@ -239,7 +244,12 @@ def feedback_for(
 
 
 def with_task(session_feedback: FeedbackSet, of_task: Iterable[PlacedFeedback]) -> FeedbackSet:
-    """Return the set with the feedback about its task added. The records in `of_task` are of one partition."""
+    """Return the feedback set with the feedback about the trajectory's task added.
+
+    Args:
+        session_feedback: feedback about the trajectory's turns and session.
+        of_task: feedback about the task, all from one partition.
+    """
     ordered = sorted(newest(of_task), key=_log_order)
     return FeedbackSet((*(record.event for record in ordered), *session_feedback.all))
 
@@ -251,9 +261,11 @@ def _log_order(record: PlacedFeedback) -> tuple[int, str]:
 def target_trajectories(feedback: PlacedFeedback | FeedbackPosition, peers: ClosedRuns) -> frozenset[str]:
     """Return the ids of the trajectories that feedback about their session applies to.
 
-    It applies to the trajectory that had begun last when the feedback was sent, else to the first that began after it,
-    each with those that were closed together with it. Without the offsets of a gateway, times decide: the trajectory
-    that was closed next after the feedback, else the one that was closed last.
+    It applies to the trajectory that had begun last when the feedback was sent, or else to the first one that began
+    after
+    that, and to those closed together with it. Feedback without the offsets of a gateway applies to the trajectory that
+    was
+    closed next after the time of the feedback, or else to the one that was closed last.
     """
     if feedback.turns_until is None and isinstance(feedback, PlacedFeedback):
         return peers.closed_after(epoch_ms(feedback.event.time))
@@ -263,10 +275,10 @@ def target_trajectories(feedback: PlacedFeedback | FeedbackPosition, peers: Clos
 def trajectories_losing_feedback(
     trajectory_id: str, peers: ClosedRuns, general: Iterable[PlacedFeedback | FeedbackPosition]
 ) -> list[str]:
-    """Return the trajectories of a session to which some of its feedback no longer applies, because the new trajectory
-    `trajectory_id` fits it better.
+    """Return the ids of the trajectories from which a new trajectory of the session takes over some feedback.
 
     Args:
+        trajectory_id: the new trajectory.
         peers: all trajectories of the session, including the new one.
         general: feedback about the session as a whole.
     """

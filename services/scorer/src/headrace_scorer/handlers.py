@@ -1,6 +1,6 @@
-"""The scorer's handlers. Their effects depend only on the event, the tables and the loaded reward functions.
+"""The scorer's handlers of stream events. Their effects depend only on the event, the tables and the reward functions.
 
-Trajectories that other programs send over Kafka are checked by the same rules as the gateway's for HTTP.
+Trajectories that other programs send over Kafka are checked by the same rules that the gateway applies to HTTP.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ Lookup = Callable[[str], Awaitable[KnownModels]]
 
 
 async def no_known_models(_model: str) -> KnownModels:
-    """Return an empty set of models: the look-up of a scorer that does not follow the topics of models."""
+    """Return an empty set of models: the look-up of a scorer that does not read the topics about models."""
     return KnownModels()
 
 
 async def check_ingested(trajectory: Trajectory, received: Received, known_models: Lookup) -> None:
     """Check a trajectory that another program sent against the rules of ingestion.
 
-    Those of the collector are not checked.
+    Trajectories of the collector are not checked.
 
     Raises:
-        InvalidEvent: it breaks a rule.
+        InvalidEvent: the trajectory breaks a rule.
     """
     from_headrace = received.envelope.source.startswith(OWN_SOURCE)
     if from_headrace and trajectory.end_reason != OWN_END_REASON:
@@ -60,7 +60,13 @@ async def check_ingested(trajectory: Trajectory, received: Received, known_model
 
 
 def _check_fields(received: Received) -> None:
-    """Refuse unknown fields of other producers. Producers of Headrace may be newer and have more fields."""
+    """Refuse unknown fields in trajectories of other programs.
+
+    Unknown fields from services of Headrace are allowed, because these services may be newer than the scorer.
+
+    Raises:
+        InvalidEvent: the trajectory has a field that this release does not know.
+    """
     value = received.record.value
     if value is None or received.envelope.dataref is not None:
         return
@@ -89,8 +95,8 @@ class Scorer:
         """Store a trajectory, match it with earlier feedback, and start the reward functions.
 
         Raises:
-            InvalidEvent: the trajectory was ingested and breaks a rule for that, a turn belongs to another trajectory,
-                or another tenant has a trajectory with this id.
+            InvalidEvent: the trajectory was ingested and breaks a rule of ingestion, a turn belongs to another
+                trajectory, or another tenant has a trajectory with this id.
         """
         await check_ingested(trajectory, handling.received, self.known_models)
         tx, now = handling.tx, handling.now
@@ -111,7 +117,7 @@ class Scorer:
         return [*events, *await self._feedback_changed(tx, now, matched.displaced)]
 
     async def on_feedback(self, feedback: Feedback, handling: Handling) -> Sequence[Event]:
-        """Store feedback for later trajectories, and apply it to the stored ones that it is about.
+        """Store feedback for trajectories that come later, and apply it to the stored trajectories that it is about.
 
         Raises:
             InvalidEvent: a value is outside the declared range of its source.
@@ -129,7 +135,9 @@ class Scorer:
         return await self._feedback_changed(tx, now, await ledger.targets_of(tx, placed))
 
     async def rematch(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-        """Match a bounded number of marked trajectories with their feedback again (`store.mark_for_rematch`)."""
+        """Match a bounded number of trajectories with their feedback again, out of those that `store.mark_for_rematch`
+        marked.
+        """
         marked = await store.take_for_rematch(tx, _REMATCHED_AT_ONCE_MAX)
         change, fail = partial(self._feedback_changed, tx, now), partial(store.fail_scoring, tx)
         events = await process_batch(tx, "scorer.rematch", marked, change, fail)
@@ -164,7 +172,7 @@ class Scorer:
             raise InvalidEvent("out_of_range", violation)
 
     async def _feedback_changed(self, tx: AsyncConnection, now: datetime, trajectory_ids: Sequence[str]) -> list[Event]:
-        """Match stored trajectories with their feedback again."""
+        """Match stored trajectories with their feedback again, and return the events that follow from the changes."""
         scores = await self.scores.open(tx, trajectory_ids)
         if not scores:
             return []

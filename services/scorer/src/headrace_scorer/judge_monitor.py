@@ -48,8 +48,9 @@ _WEEK_MS = 7 * 86_400_000
 
 
 class Agreement(BaseModel):
-    """State of the sequential test whether a judge agrees with people less than at first. Immutable: `with_pair`
-    returns the next state.
+    """State of the sequential test whether a judge disagrees with people more than on its first runs.
+
+    Immutable: `with_pair` returns the next state.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -82,9 +83,12 @@ class Agreement(BaseModel):
         return Agreement(pairs=pairs, total=total, recent=recent, bound=bound)
 
     def evidence(self, reference: int) -> float:
-        """Return the evidence that the judge has drifted: the capital of all bets, also of those that have not begun.
+        """Return the evidence that the judge has drifted: the capital of all bets, including those that begin later.
 
-        It is 1 at the start. `reference` is the number of first runs that determine the usual disagreement.
+        It is 1 at the start.
+
+        Args:
+            reference: number of first runs that determine the usual disagreement.
         """
         tested = max(0, self.pairs - reference)
         return math.fsum(self.won) / len(self.won) + 1 / (tested + 1)
@@ -103,8 +107,8 @@ def alarm_at(error: float) -> float:
     """Return the evidence from which a judge counts as drifted: 2 / `error`.
 
     Args:
-        error: allowed probability of a false alarm. One half is used here; the other half was used for the bound on the
-            usual disagreement, which may be wrong too.
+        error: allowed probability of a false alarm. Half of it is spent here, the other half on the bound of the usual
+            disagreement.
     """
     return 2 / error
 
@@ -149,7 +153,7 @@ def _entropy(mean: float, other: float) -> float:
 
 
 class _Pair(NamedTuple):
-    """Comparison of one judge with people on one run: the difference between its value and their mean."""
+    """Difference between the value of one judge and the mean value of people on one run, from 0 to 1."""
 
     source: str
     judged_by: str
@@ -157,16 +161,15 @@ class _Pair(NamedTuple):
 
 
 class JudgeMonitor:
-    """Monitor of how much each judge disagrees with people on runs that both scored. It works in the scorer's
-    transactions.
-    """
+    """Updates, in the scorer's transactions, how much each judge disagrees with people on runs that both scored."""
 
     def __init__(self, settings: DriftSettings) -> None:
         self._settings = settings
 
     async def add_run(self, tx: AsyncConnection, now: datetime, trajectory: Trajectory, entries: LedgerEntries) -> None:
-        """Update the statistics of each judge that has scored the run with the score that people gave it. Without
-        scores of people, do nothing.
+        """Update the disagreement of each judge that scored the run with the people who scored it.
+
+        Without scores of people, do nothing.
         """
         for pair in self._pairs(entries):
             key = {"trajectory_id": trajectory.trajectory_id, "source": pair.source}
@@ -211,9 +214,9 @@ class JudgeMonitor:
 
 
 async def measure(tx: AsyncConnection, now: datetime) -> None:
-    """Set the gauges of each judge to the worst values among its tenants and versions.
+    """Set the gauges of each judge to its worst values among tenants and versions of the judge.
 
-    Versions that were compared with people on no run for a week do not count.
+    Versions that were not compared with people within the last week do not count.
     """
     worst: dict[str, tuple[float, float]] = {}
 
@@ -235,7 +238,7 @@ async def measure(tx: AsyncConnection, now: datetime) -> None:
 
 
 async def list_judges(tx: AsyncConnection, settings: DriftSettings) -> list[dict[str, object]]:
-    """Return the state of each judge for the REST interface, the most recently compared first."""
+    """Return the state of each judge as JSON values for the REST interface, the most recently compared judge first."""
     judges: list[dict[str, object]] = []
     for row in await _newest(tx, 0):
         state = Agreement.model_validate_json(row.state)
@@ -254,8 +257,7 @@ async def list_judges(tx: AsyncConnection, settings: DriftSettings) -> list[dict
 
 
 async def reset_judge(tx: AsyncConnection, tenant: str, source: str) -> int:
-    """Delete the state about how well a judge agrees with people, so that its next runs define its usual disagreement
-    anew.
+    """Delete the state of a judge's agreement with people, so that its next runs define its usual disagreement.
 
     Args:
         tx: the transaction.

@@ -1,4 +1,5 @@
-"""The ledger table: every revision of every reward, edit and preference, and the entry of feedback in it.
+"""The ledger table, which stores every revision of every reward, edit and preference, and the matching of feedback to
+it.
 
 Functions run in their caller's transaction.
 """
@@ -40,7 +41,7 @@ _KEY = [column.name for column in ledger.primary_key if column.name != "revision
 
 
 class LedgerEntries:
-    """The ledger's rows about one trajectory. Rows of other tenants are left out."""
+    """The ledger's rows about one trajectory of one tenant, and new rows to be stored."""
 
     def __init__(self, rows: Iterable[Row] = ()) -> None:
         self._latest: dict[EntryKey, Row] = {}
@@ -63,8 +64,9 @@ class LedgerEntries:
 
     @property
     def open_sources(self) -> set[str]:
-        """Sources that have rewarded the trajectory and whose names callers chose, as opposed to those that belong to a
-        service of Headrace.
+        """Sources that have rewarded the trajectory under names that callers chose.
+
+        Sources of Headrace's own services are left out.
         """
         sources = {key.source for key in self._latest if key.kind == "reward"}
         return {source for source in sources if owner_of(source) is None}
@@ -78,12 +80,12 @@ class LedgerEntries:
         return dict(self._from_feedback)
 
     def next_revision(self, key: EntryKey) -> int:
-        """Return the number of the next revision of `key`; 0 for the first."""
+        """Return the number of the next revision of `key`: 0 for the first revision."""
         row = self._latest.get(key)
         return 0 if row is None else int(row["revision"]) + 1
 
     def current(self) -> list[SourceReward]:
-        """Return the newest revision of each reward, in the form that the reward policy reads."""
+        """Return the newest revision of each reward as the reward policy's input."""
         return [
             source_reward(key, row["outcome"], row["value"])
             for key, row in self._latest.items()
@@ -91,11 +93,11 @@ class LedgerEntries:
         ]
 
     def rewards(self) -> list[Row]:
-        """Return the newest row of each reward. Rows also contain criteria, unlike `current`."""
+        """Return the newest row of each reward. Unlike `current`, rows contain the values of criteria."""
         return [row for key, row in self._latest.items() if key.kind == "reward"]
 
     def reward(self, key: EntryKey) -> Row | None:
-        """Return the newest row of `key`; None if there is none."""
+        """Return the newest row of `key`, or None if there is none."""
         return self._latest.get(key)
 
     def corrections(self) -> dict[EntryKey, str]:
@@ -106,10 +108,15 @@ class LedgerEntries:
 
 
 async def read(tx: AsyncConnection, tenants: Mapping[str, str]) -> dict[str, LedgerEntries]:
-    """Read the rows about trajectories that belong to their tenants. `tenants` has the tenant of each trajectory.
+    """Read the newest ledger row of each key about several trajectories.
 
-    Of each key only the newest row is read, and the newest of those that were computed from feedback: an entry that
-    was revised a thousand times costs as much as any other.
+    For keys with rows from feedback, the newest row from feedback is read too. Earlier revisions are not read, so an
+    entry
+    that was revised a thousand times costs as much as any other.
+
+    Args:
+        tx: the transaction.
+        tenants: tenant by trajectory id. Rows of other tenants are ignored.
     """
     later = ledger.alias()
     replaced = select(later.c.revision).where(
@@ -175,7 +182,7 @@ async def insert_received(tx: AsyncConnection, now: datetime, reward: Reward) ->
     """Insert a reward that was read from the bus.
 
     Returns:
-        False if the ledger has this revision already, as it has the scorer's own revisions.
+        False if the ledger has this revision already, for example because the scorer published it itself.
     """
     row = _row(reward, now)
     key = {column.name: row.pop(column.name) for column in ledger.primary_key}
@@ -271,7 +278,7 @@ _NAMED_MAX = 10
 
 @dataclass(frozen=True, slots=True)
 class MatchedFeedback:
-    """Feedback about a new trajectory, and the other trajectories to which some of it no longer applies."""
+    """Feedback about one trajectory, and the ids of other trajectories from which it takes over feedback."""
 
     feedback_set: FeedbackSet
     displaced: Sequence[str]
@@ -280,11 +287,13 @@ class MatchedFeedback:
 async def feedback_for(
     tx: AsyncConnection, trajectories: Sequence[Trajectory], *, is_new: bool = False
 ) -> dict[str, MatchedFeedback]:
-    """Match stored trajectories with the feedback about them. The result has the trajectory ids as keys.
+    """Match stored trajectories with the feedback about them, and return the feedback by trajectory id.
 
-    Of the feedback about one trajectory, the newest counts (`feedback_matching.newest`). Only that is read whole.
+    For each trajectory only the newest feedback counts (`feedback_matching.newest`); only its content is loaded.
 
     Args:
+        tx: the transaction.
+        trajectories: the stored trajectories.
         is_new: whether the trajectories are new, so that others may lose feedback to them.
     """
     listings = await session_index.listing_positions(tx, trajectories)
@@ -324,10 +333,10 @@ def _newest_about(
     listing: Sequence[FeedbackPosition],
     general: Sequence[FeedbackPosition],
 ) -> tuple[list[FeedbackPosition], list[FeedbackPosition]]:
-    """Return the newest feedback that lists turns of a trajectory, and the newest about its session that is about it.
+    """Return the newest feedback that lists turns of a trajectory, and the newest about its session that applies to it.
 
-    Of feedback without the offsets of a gateway more is returned (`_PLACED_BY_TIME_MAX`), because only its content has
-    the time that places it.
+    Feedback without the offsets of a gateway is matched by its time, which only its content has. Therefore up to
+    `_PLACED_BY_TIME_MAX` positions of such feedback are returned.
     """
     by_time = [item for item in general if item.turns_until is None]
     placed = [
@@ -343,7 +352,7 @@ def _newest_about(
 
 
 async def targets_of(tx: AsyncConnection, placed: PlacedFeedback) -> Sequence[str]:
-    """Return the ids of the stored trajectories that new feedback is about."""
+    """Return the ids of the stored trajectories that a new feedback event is about."""
     feedback = placed.event
     if feedback.msg_ids:
         return await store.trajectories_with(tx, feedback.msg_ids, feedback.tenant)

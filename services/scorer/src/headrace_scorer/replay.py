@@ -1,13 +1,13 @@
-"""`python -m headrace_scorer.replay`: scores stored trajectories again, with the functions, matching and policy of the
-stream but without bus and database.
+"""The program `python -m headrace_scorer.replay`, which scores stored trajectories again.
 
-All feedback is read beforehand, so each branch gets one experience with its final reward, in the order of the
-trajectories. Equal input gives equal output, byte for byte, if the reward functions are deterministic.
+It uses the reward functions, the matching and the reward policy of the stream, but no bus and no database. All feedback
+is read beforehand, so each branch gets one experience with its final reward, in the order of the trajectories. Equal
+input gives equal output, byte for byte, if the reward functions are deterministic.
 
-The filter first reads the lines `closed`, `feedback` and `reward` that may be
-about any of the trajectories, then the lines `trajectory`. It ignores rewards of reward functions, because it calls the
-functions again. It writes lines `experience` and at the end one line `scored`. After a line `store`, it writes
-experiences that are too large for a topic to the blob store, and a line `stored` that refers to each.
+The program reads lines from standard input: first the lines `closed`, `feedback` and `reward` that may be about any of
+the trajectories, then the lines `trajectory`. It ignores rewards of reward functions, because it calls the functions
+again. It writes lines `experience` and at the end one line `scored`. After a line `store`, it writes experiences that
+are too large for a topic to the blob store, and a line `stored` that refers to each.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _FUNCTION = "function:"
 
 
 async def run(common: Common, settings: ScorerSettings) -> None:
-    """Run the filter on standard input and output. Raises `SettingError` when a reward function cannot be loaded."""
+    """Process standard input to standard output. Raises `SettingError` if a reward function cannot be loaded."""
     pool = FunctionPool(settings)
     try:
         await pool.reload()
@@ -71,7 +71,7 @@ async def run(common: Common, settings: ScorerSettings) -> None:
 
 @dataclass(slots=True)
 class _Output:
-    """Writer of experiences as lines. An experience above `largest` bytes goes to the blob store."""
+    """Writer of experiences as lines on standard output. An experience above `largest` bytes goes to the blob store."""
 
     lines: Lines
     blobs: BlobStore
@@ -86,8 +86,10 @@ class _Output:
 
 
 async def _work(rescoring: Rescoring, lines: Lines, blobs: BlobStore) -> None:
-    """Read all lines, score up to `_AT_ONCE_MAX` trajectories at a time, and write the results in the order of the
-    lines."""
+    """Read all input lines and write the resulting experiences in the order of the trajectories.
+
+    Up to `_AT_ONCE_MAX` trajectories are scored concurrently.
+    """
     working: deque[asyncio.Task[Sequence[Experience] | FeaturedRun]] = deque()
     output = _Output(lines, blobs)
 
@@ -114,7 +116,7 @@ async def _work(rescoring: Rescoring, lines: Lines, blobs: BlobStore) -> None:
 
 @dataclass(frozen=True, slots=True)
 class FeaturedRun:
-    """A trajectory with its features, which waits until the reward model is fitted."""
+    """A trajectory with its features and rewards, whose experiences wait until the reward model is fitted."""
 
     trajectory: Trajectory
     features: Mapping[str, float]
@@ -125,7 +127,7 @@ class FeaturedRun:
 
 @dataclass(slots=True)
 class _Session:
-    """Closed trajectories and feedback of one session."""
+    """Closed trajectories and feedback of one session, as read from the input lines."""
 
     closed: dict[str, feedback_matching.ClosedTrajectory] = field(default_factory=dict)
     partition: int | None = None
@@ -139,7 +141,8 @@ class Rescoring:
     `accept` with the results in the order of the trajectories, and in the end `learned_experiences`.
 
     Args:
-        learning: reward model with runs from before these trajectories. By default it learns from these alone.
+        learning: reward models that already contain runs from before these trajectories. By default they learn from
+            these trajectories alone.
     """
 
     def __init__(self, settings: ScorerSettings, pool: FunctionPool, learning: LearnedReplay | None = None) -> None:
@@ -163,7 +166,7 @@ class Rescoring:
 
         Raises:
             InvalidEvent: the content is invalid.
-            ValueError: the word is another one.
+            ValueError: the word is none of these.
         """
         if word == "feedback":
             placed = _placed(FeedbackLine.model_validate_json(value))
@@ -189,8 +192,8 @@ class Rescoring:
         """Score one trajectory, whose JSON is `value`. Count it as `failed` if that raises an error.
 
         Returns:
-            Its experiences, one for each branch; none if it is not trained. With a reward model, the run with its
-            features instead, for `accept`.
+            The trajectory's experiences, one for each branch, or none if it is not trained. With a reward model, return
+            the run with its features instead, for `accept`.
         """
         try:
             return await self._score(value)
@@ -257,7 +260,13 @@ class Rescoring:
     def _experiences(
         self, trajectory: Trajectory, feedback_set: FeedbackSet, computed: Mapping[EntryKey, SourceReward]
     ) -> list[Experience]:
-        """Return one experience per branch. `computed` are the rewards of functions and of the reward model."""
+        """Return one experience per branch.
+
+        Args:
+            trajectory: the trajectory.
+            feedback_set: the feedback about it.
+            computed: rewards of reward functions and of the reward model.
+        """
         settings = self._settings
         entries = entries_of(feedback_set, store.branch_answers(trajectory), settings.labels, CORRECTIONS_MAX)
         rewards = {**self._bus_and_feedback_rewards(trajectory, entries), **computed}
@@ -284,7 +293,11 @@ class Rescoring:
         )
 
     def _add_reward(self, reward: Reward) -> None:
-        """Store a reward line unless a higher revision is known or rescoring computes rewards of its source itself."""
+        """Store a reward from an input line, except in two cases.
+
+        It is ignored if a higher revision is stored, or if its source is a function or model that rescoring runs
+        itself.
+        """
         rewards = self._rewards[reward.trajectory_id, reward.tenant]
         choice = ANY_CHOICE if reward.choice is None else reward.choice
         key = EntryKey.reward(reward.source, reward.turn_id or "", choice)

@@ -1,4 +1,4 @@
-"""The reward policy, which combines the rewards of many sources into one. Pure.
+"""The reward policy, which combines the rewards of many sources into one reward per branch. Pure functions.
 
 The reward of a branch is the weighted mean over the sources that scored it, whose weights are renormalised to 1, or
 their weighted sum. A source that abstained, failed or was late takes no part and never counts as 0.
@@ -61,13 +61,13 @@ class RewardPolicy:
     """Whether an experience without a reward contains its branch."""
 
     def weight(self, source: str) -> float:
-        """Return the weight of a source; 0 if no pattern fits."""
+        """Return the weight of a source in the reward, or 0 if no pattern in `weights` matches its name."""
         return first_fitting(self.weights, source) or 0.0
 
     def answered(self, source_rewards: Sequence[SourceReward], learned: str) -> bool:
         """Return whether every expected source except the reward model `learned` has answered.
 
-        The reward model scores last.
+        The reward model is left out because it scores last, from the rewards of the others.
         """
         patterns = [pattern for pattern in (*self.expected, *self.functions) if not fits(pattern, learned)]
         return _each_fits(patterns, {reward.source for reward in source_rewards})
@@ -102,13 +102,17 @@ class RewardPolicy:
         return BranchReward(self._total(parts), None, parts, left_out[:PARTS_MAX])
 
     def turn_reward(self, source_rewards: Sequence[SourceReward], turn_id: str) -> float | None:
-        """Return the combined reward of the sources that scored this turn, with the same weights. None without any."""
+        """Return the combined reward of the sources that scored this turn, or None if no such source has a weight.
+
+        Weights are those of the branch's reward.
+        """
         of_turn = [reward for reward in source_rewards if reward.turn_id == turn_id]
         parts = self._parts(self._values(of_turn, [turn_id]))
         return self._total(parts) if parts else None
 
     def _parts(self, values: Mapping[str, float]) -> tuple[RewardPart, ...]:
-        """Return the part of each source that has a weight, sorted by name. For a mean the weights add up to 1.
+        """Return, for each source with a weight, its value and weight, sorted by name. For a mean the weights add up to
+        1.
 
         At most `PARTS_MAX` sources count: first required sources, then those with the largest weights.
         """
@@ -141,10 +145,10 @@ class RewardPolicy:
         return {source: fmean(values.values()) for source, values in by_turn.items()} | of_trajectory
 
     def _total(self, parts: Sequence[RewardPart]) -> float:
-        """Combine the parts into the reward, which is rounded once.
+        """Combine the values of the sources into the reward, which is rounded once, at the end.
 
-        Algorithms compare rewards with thresholds, and the rounded shares of `RewardPart.weight` would put a reward of
-        exactly 0.5 below 0.5.
+        Algorithms compare rewards with thresholds. Rounding the weights first could make a reward of exactly 0.5
+        smaller.
         """
         weights = [Fraction(self.weight(part.source)) for part in parts]
         total = sum(Fraction(part.value) * weight for part, weight in zip(parts, weights, strict=True))

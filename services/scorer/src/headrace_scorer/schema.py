@@ -35,14 +35,14 @@ trajectories = Table(
     Column("tenant", Text, nullable=False),
     Column("time_ms", BigInteger, nullable=False),  # when it was closed
     Column("place", BigInteger, nullable=False),  # offset on `trajectories`
-    Column("began", BigInteger),  # offset of its first turn on `turns`; null when it was ingested
+    Column("began", BigInteger),  # offset of its first turn on `turns`; null if it was ingested
     Column("arrived_ms", BigInteger, nullable=False),
-    Column("settle_ms", BigInteger),  # when waiting ends; null once it has, or when there is nothing to train
+    Column("settle_ms", BigInteger),  # time at which waiting for rewards ends; null after it, or if nothing is trained
     Column("inputs", Text, nullable=False),  # digest of the feedback that reward functions read
-    Column("scored_inputs", Text),  # digest of what they were called with
+    Column("scored_inputs", Text),  # digest of the feedback with which the reward functions were called
     Column("task_id", Text),
     Column("run_id", Text),
-    Column("partition", Integer),  # of its record; null for what the first releases stored
+    Column("partition", Integer),  # partition of its record; null in rows of the first releases
     Column("rematch", Boolean, nullable=False, server_default=false()),  # whether feedback about its task is new
     Column("parts", Integer, nullable=False),
     Column("emitted", Text, nullable=False),  # JSON: the last experience of each branch
@@ -69,7 +69,7 @@ turn_owners = Table(
     metadata,
     Column("tenant", Text, primary_key=True),
     Column("turn_id", Text, primary_key=True),
-    Column("trajectory_id", Text, nullable=False),  # the first that held the turn; no other may
+    Column("trajectory_id", Text, nullable=False),  # the only trajectory that contains the turn
     Index("ix_turn_owners_trajectory", "trajectory_id"),
 )
 
@@ -81,10 +81,10 @@ feedback = Table(
     Column("tenant", Text, nullable=False),
     Column("lists_turns", Boolean, nullable=False),
     Column("place", BigInteger, nullable=False),  # offset on `feedback`: later feedback has a higher one
-    Column("turns_until", BigInteger),  # turns before this offset existed when it was given
-    Column("trajectories_until", BigInteger),  # the same for trajectories; null without a gateway
+    Column("turns_until", BigInteger),  # end offset of `turns` when it was sent
+    Column("trajectories_until", BigInteger),  # end offset of `trajectories` then; null without a gateway
     Column("task_id", Text),  # set when it is about all runs of a task
-    Column("partition", Integer),  # then: which of its copies this is
+    Column("partition", Integer),  # then: the partition of this copy
     Column("arrived_ms", BigInteger, nullable=False),
     Column("payload", LargeBinary, nullable=False),
     Index("ix_feedback_turns", "session_key", "tenant", "lists_turns", "turns_until", "place"),
@@ -120,7 +120,7 @@ ledger = Table(
     Column("reason", Text),
     Column("judged_by", Text),
     Column("detail", Text),  # the message of an edit as JSON, the side of a preference
-    Column("feedback_id", Text),  # names the feedback that it was made from
+    Column("feedback_id", Text),  # digest of the feedback events that the entry was computed from
     Column("time_ms", BigInteger, nullable=False),
     Column("arrived_ms", BigInteger, nullable=False),
     Index("ix_ledger_arrived", "arrived_ms"),
@@ -132,7 +132,7 @@ run_features = Table(
     Column("trajectory_id", Text, primary_key=True),
     Column("tenant", Text, nullable=False),
     Column("features", Text, nullable=False),  # JSON
-    Column("arrived_ms", BigInteger, nullable=False),  # when its trajectory did
+    Column("arrived_ms", BigInteger, nullable=False),  # time at which its trajectory arrived
     Index("ix_run_features_newest", "tenant", "arrived_ms", "trajectory_id"),
 )
 
@@ -142,7 +142,7 @@ thumbs = Table(
     Column("trajectory_id", Text, primary_key=True),
     Column("rater", Text, primary_key=True),  # empty: people without a name
     Column("tenant", Text, nullable=False),
-    Column("value", Float(53)),  # null: taken back
+    Column("value", Float(53)),  # null: withdrawn
     Column("arrived_ms", BigInteger, nullable=False),  # when it last changed
     Index("ix_thumbs_newest", "tenant", "arrived_ms", "trajectory_id"),
 )
@@ -154,7 +154,7 @@ reward_models = Table(
     Column("source", Text, primary_key=True),
     Column("fresh", Integer, nullable=False),  # thumbs that changed since it was fitted
     Column("counted", Integer, nullable=False),  # thumbs that it was fitted to
-    Column("model_id", Text),  # null before the first fit, as the next ones
+    Column("model_id", Text),  # null before the first fit, like the following columns
     Column("fitted_ms", BigInteger),
     Column("payload", LargeBinary),
 )

@@ -27,7 +27,7 @@ _NOT_EMITTED: Mapping[str, Any] = {"revision": -1, "state": None, "rewarded": Fa
 
 @dataclass(slots=True)
 class TrajectoryScore:
-    """Rewards and state of one trajectory during a transaction. `row` is its locked row in `trajectories`.
+    """Rewards and state of one trajectory within one transaction. `row` is its locked row in `trajectories`.
 
     `ScoreStore.emit_if_ready` writes the changes of the row and the new ledger entries.
     """
@@ -38,14 +38,14 @@ class TrajectoryScore:
     changes: dict[str, Any] = field(default_factory=dict)
 
     def change(self, **values: object) -> None:
-        """Set columns of the trajectory's row."""
+        """Set columns of the trajectory's row. `ScoreStore.emit_if_ready` writes them to the database."""
         for name, value in values.items():
             if self.row[name] != value:
                 self.row[name] = self.changes[name] = value
 
 
 class ScoreStore:
-    """Store that opens trajectory scores and emits the experiences that result.
+    """Reads the scores of trajectories from the database, stores their changes, and returns the resulting experiences.
 
     Args:
         learned: reward model that adds its reward after all other sources; None for none.
@@ -63,7 +63,9 @@ class ScoreStore:
         self._judge_monitor = judge_monitor
 
     async def open(self, tx: AsyncConnection, trajectory_ids: Iterable[str]) -> dict[str, TrajectoryScore]:
-        """Lock and return the scores of the stored trajectories among `trajectory_ids`, in their order."""
+        """Lock and return the scores of the stored trajectories among `trajectory_ids` by id, in the order of
+        the ids.
+        """
         names = list(trajectory_ids)
         rows = await store.lock_rows(tx, names) if names else {}
         if not rows:
@@ -77,9 +79,9 @@ class ScoreStore:
     async def emit_if_ready(
         self, tx: AsyncConnection, now: datetime, scores: Iterable[TrajectoryScore], policy: RewardPolicy
     ) -> list[Event]:
-        """Save the changes of scores, and return the events to publish.
+        """Write the changes of scores to the database, and return the events to publish.
 
-        These are, for each score, new rewards of the reward model, then a new revision of each experience that has
+        The events are, for each score, new rewards of the reward model, then a new revision of each experience that has
         changed. The first revision waits until each expected source has answered, or until the wait is over. Later
         revisions follow at each change, but not while reward functions are being called again.
         """
@@ -111,7 +113,7 @@ class ScoreStore:
         return events
 
     async def _add_learned_reward(self, tx: AsyncConnection, now: datetime, score: TrajectoryScore) -> list[Event]:
-        """Compare judges with people, then enter and return the new reward of the reward model, if it has one."""
+        """Compare judges with people on the run, then store and return the reward model's new reward, if it has one."""
         if self._judge_monitor is not None:
             await self._judge_monitor.add_run(tx, now, score.trajectory, score.entries)
         if self._learned is None:
@@ -125,7 +127,7 @@ class ScoreStore:
 def _other_sources_answered(score: TrajectoryScore, policy: RewardPolicy, learned: str) -> bool:
     """Return whether all sources except the reward model `learned` have answered, so that it may add its reward.
 
-    False for a trajectory that is not trained.
+    For a trajectory that is not trained, the result is False.
     """
     row = score.row
     called = not policy.functions or row["scored_inputs"] == row["inputs"]
@@ -137,8 +139,8 @@ def _other_sources_answered(score: TrajectoryScore, policy: RewardPolicy, learne
 def _is_ready(score: TrajectoryScore, policy: RewardPolicy) -> bool:
     """Return whether the experiences of the trajectory may be emitted before its wait for rewards is over.
 
-    That is so once all functions have run on its present inputs, and either all expected rewards have come or
-    experiences of it were emitted before.
+    All reward functions must have run with the present feedback. In addition, either all expected rewards must have
+    arrived, or the trajectory's experiences must have been emitted before.
     """
     row = score.row
     if policy.functions and row["scored_inputs"] != row["inputs"]:
@@ -201,7 +203,7 @@ def experience(
     """Build the experience of the branch with this index.
 
     Args:
-        rewarded: whether an earlier revision had a reward.
+        rewarded: whether an earlier revision had a reward. Then a missing reward counts as withdrawn.
         parts: sessions of the run, among which the weight of the run is divided.
     """
     branch = trajectory.branches[index]
@@ -235,9 +237,11 @@ def experience(
 
 
 def _weighed_branches(trajectory: Trajectory, branch: Branch) -> int:
-    """Return the number of branches among which the weight of the run is divided.
+    """Return the number of branches among which the weight of the run is divided for `branch`.
 
-    Branches without any logprobs take no weight from the others: algorithms that need logprobs train the others alone.
+    For a branch with logprobs, these are the branches with logprobs, because some algorithms train them alone. For a
+    branch
+    without logprobs, these are all branches.
     """
     with_logprobs = sum(other.sampled is not None for other in trajectory.branches)
     return with_logprobs if branch.sampled is not None else len(trajectory.branches)
@@ -246,7 +250,8 @@ def _weighed_branches(trajectory: Trajectory, branch: Branch) -> int:
 def _state(experience: Experience) -> str:
     """Return a digest of the fields of an experience that a later revision may change.
 
-    Fields that the first releases did not have count only where they are set, so that stored digests stay valid.
+    Fields that the first releases did not have enter the digest only if they are set, so that stored digests stay
+    valid.
     """
     text = experience.model_dump_json(include={"reward", "no_reward", "parts", "weight", "task_id", "run_id"})
     if experience.parts_left_out:

@@ -58,7 +58,7 @@ _LEASES_MAX = 10
 
 
 class ScoringJob(BaseModel):
-    """Payload of a job that calls reward functions. `inputs` is a digest of the feedback that the functions read."""
+    """Payload of a stored job that calls reward functions. `inputs` is a digest of the feedback that they read."""
 
     trajectory_id: str
     inputs: str
@@ -70,7 +70,7 @@ class LoadedJob:
     """A job with the trajectory, feedback and context that its functions read."""
 
     job: Job
-    order: ScoringJob
+    scoring_job: ScoringJob
     tenant: str
     trajectory: bytes
     feedback: tuple[str, ...]
@@ -87,12 +87,12 @@ class CompletedJob:
     """A job whose functions were called, with the outcome of each."""
 
     job: Job
-    order: ScoringJob
+    scoring_job: ScoringJob
     outcomes: dict[str, Outcome]
 
 
 class Scoring:
-    """Queue and runner of calls to reward functions. It enters their results in the ledger."""
+    """Queue of reward function calls and the tasks that run them and enter their results in the ledger."""
 
     def __init__(
         self, pool: FunctionPool, settings: ScorerSettings, cache: store.TrajectoryCache, scores: ScoreStore
@@ -122,8 +122,9 @@ class Scoring:
         return self._settings.policy([function.source for function in self.functions])
 
     def inputs(self, feedback_set: FeedbackSet) -> str:
-        """Return a digest of that part of the feedback which the reward functions take as a parameter; empty if there
-        is none. When the digest changes, the functions must be called again.
+        """Return a digest of the feedback that reward functions take as a parameter, or an empty text without any.
+
+        When the digest changes, the functions must be called again.
         """
         inputs: object = None
         if any("feedback" in function.parameters for function in self.functions):
@@ -135,12 +136,14 @@ class Scoring:
     async def add(
         self, tx: AsyncConnection, now: datetime, trajectory: Trajectory, feedback_set: FeedbackSet, *, first: bool
     ) -> None:
-        """Queue calls of the reward functions: all of them the `first` time, later only those that read feedback."""
+        """Queue calls of the reward functions: of all functions if `first`, otherwise of those that read feedback."""
         names = tuple(function.name for function in self.functions if first or function.reads_feedback)
         if not names:
             return
-        order = ScoringJob(trajectory_id=trajectory.trajectory_id, inputs=self.inputs(feedback_set), functions=names)
-        job_id, payload = f"{order.trajectory_id}/{order.inputs}", order.model_dump_json().encode()
+        scoring_job = ScoringJob(
+            trajectory_id=trajectory.trajectory_id, inputs=self.inputs(feedback_set), functions=names
+        )
+        job_id, payload = f"{scoring_job.trajectory_id}/{scoring_job.inputs}", scoring_job.model_dump_json().encode()
         kind = kind_of_tenant(_KIND, trajectory.tenant)
         if not self._waiting.free_slots(trajectory.tenant):
             await self._jobs.enqueue(tx, job_id, kind, payload, now)
@@ -148,11 +151,11 @@ class Scoring:
         job = await self._jobs.start(tx, job_id, kind, payload, now + self._lease)
         if job is not None:
             self._leased[job_id] = job
-            work = _loaded_job(job, order, trajectory, feedback_set)
+            work = _loaded_job(job, scoring_job, trajectory, feedback_set)
             self._waiting.put_nowait(work.tenant, work, work.size_bytes)
 
     def tasks(self, processor: Processor) -> Sequence[Awaitable[None]]:
-        """Return the tasks that call functions and enter results. They run until they are cancelled."""
+        """Return the tasks that call functions and enter results in the ledger. They run until cancelled."""
         callers = [self._call_functions() for _ in range(self._settings.function_workers)]
         return [self._collect(processor), *callers, self._enter_results(processor)]
 
@@ -165,12 +168,12 @@ class Scoring:
         loaded any more are skipped.
         """
         outcomes = {}
-        for name in work.order.functions:
+        for name in work.scoring_job.functions:
             if any(function.name == name for function in self.functions):
                 call = CallRequest(function=name, feedback=work.feedback, context=work.context)
                 outcomes[name] = outcome = await self._call(call, work.trajectory)
                 self.sources.note(f"function:{name}", outcome.outcome, outcome.reason)
-        return CompletedJob(work.job, work.order, outcomes)
+        return CompletedJob(work.job, work.scoring_job, outcomes)
 
     async def _call(self, call: CallRequest, trajectory: bytes) -> Outcome:
         try:
@@ -210,7 +213,7 @@ class Scoring:
             await self._end_leases(processor)
 
     async def _end_leases(self, processor: Processor) -> None:
-        """End the leases of this process, so that its jobs do not count it as a process that died."""
+        """End the leases of this process, so that no job counts this orderly stop as the death of a process."""
         with contextlib.suppress(Unavailable):
             async with processor.database.transaction() as tx:
                 for job in self._leased.values():
@@ -239,9 +242,9 @@ class Scoring:
                 return ()
 
             async def fail(job: Job, reason: str) -> Sequence[Event]:
-                order = ScoringJob.model_validate_json(job.payload)
-                failed = dict.fromkeys(order.functions, Outcome.failed(reason))
-                return await self._enter_jobs(tx, now, [CompletedJob(job, order, failed)])
+                scoring_job = ScoringJob.model_validate_json(job.payload)
+                failed = dict.fromkeys(scoring_job.functions, Outcome.failed(reason))
+                return await self._enter_jobs(tx, now, [CompletedJob(job, scoring_job, failed)])
 
             drop = partial(self._drop, tx)
             return await process_batch(tx, "scorer.load", leased, load, fail, drop)
@@ -256,10 +259,10 @@ class Scoring:
         return more
 
     async def _lease_in_turn(self, tx: AsyncConnection, now: datetime) -> tuple[list[Job], bool]:
-        """Lease jobs of the tenants in turn, for each a part of the free slots.
+        """Lease jobs of the tenants in turn, each tenant with its part of the free slots of the queue.
 
         Returns:
-            The jobs, and whether more may wait.
+            The leased jobs, and whether more jobs may wait.
         """
         leased: list[Job] = []
         leased_bytes = 0
@@ -280,9 +283,13 @@ class Scoring:
     async def _fitting(
         self, tx: AsyncConnection, now: datetime, jobs: Sequence[Job], free_bytes: int
     ) -> dict[Job, int]:
-        """Return the first jobs whose trajectories fit into `free_bytes`, with their bytes, and give the others back.
+        """Choose the leased jobs whose trajectories fit into `free_bytes`, in scoring_job, and end the leases of the
+        others.
 
-        The first one fits whatever its size, so that each tenant has its turn.
+        The first job is chosen whatever its size, so that each tenant has its turn.
+
+        Returns:
+            Size in bytes of each chosen job.
         """
         names = {job: job.job_id.rpartition("/")[0] for job in jobs}
         sizes = await store.payload_sizes(tx, names.values())
@@ -298,16 +305,18 @@ class Scoring:
     async def _read(self, tx: AsyncConnection, jobs: Sequence[Job]) -> list[LoadedJob]:
         if any(job.attempts >= _LEASES_MAX for job in jobs):
             raise RuntimeError(f"{_LEASES_MAX} processes ended while they ran its job")
-        orders = [ScoringJob.model_validate_json(job.payload) for job in jobs]
-        trajectories = await self._cache.get(tx, [order.trajectory_id for order in orders])
+        scoring_jobs = [ScoringJob.model_validate_json(job.payload) for job in jobs]
+        trajectories = await self._cache.get(tx, [scoring_job.trajectory_id for scoring_job in scoring_jobs])
         matched = await feedback_for(tx, list(trajectories.values()))
         loaded = []
-        for job, order in zip(jobs, orders, strict=True):
-            trajectory = trajectories.get(order.trajectory_id)
+        for job, scoring_job in zip(jobs, scoring_jobs, strict=True):
+            trajectory = trajectories.get(scoring_job.trajectory_id)
             if trajectory is None:  # it was deleted in the meantime, so the job ends without a call
-                loaded.append(LoadedJob(job, order.model_copy(update={"functions": ()}), "", b"", (), {}))
+                loaded.append(LoadedJob(job, scoring_job.model_copy(update={"functions": ()}), "", b"", (), {}))
             else:
-                loaded.append(_loaded_job(job, order, trajectory, matched[order.trajectory_id].feedback_set))
+                loaded.append(
+                    _loaded_job(job, scoring_job, trajectory, matched[scoring_job.trajectory_id].feedback_set)
+                )
                 await asyncio.sleep(0)  # so that large trajectories do not block the event loop together
         return loaded
 
@@ -322,7 +331,8 @@ class Scoring:
                 log.exception("results_postponed", error=str(error))
 
     def result_step(self, completed: Sequence[CompletedJob]) -> Step:
-        """Return the transaction step that enters the results of jobs in the ledger, and publishes what is ready.
+        """Return the transaction step that enters the results of jobs in the ledger and publishes experiences that are
+        ready.
 
         If the results of a job cannot be entered, the step enters a failed reward of each function. If that fails as
         well, it dead-letters the trajectory.
@@ -355,18 +365,18 @@ class Scoring:
     async def _enter_jobs(self, tx: AsyncConnection, now: datetime, completed: Sequence[CompletedJob]) -> list[Event]:
         finished = await self._jobs.finish(tx, *(item.job for item in completed))
         entered = [item for item in completed if item.job.job_id in finished]
-        scores = await self._scores.open(tx, dict.fromkeys(item.order.trajectory_id for item in entered))
+        scores = await self._scores.open(tx, dict.fromkeys(item.scoring_job.trajectory_id for item in entered))
         rewards: list[Event] = []
         for item in entered:
-            score = scores.get(item.order.trajectory_id)
+            score = scores.get(item.scoring_job.trajectory_id)
             if score is not None:
-                rewards += self._enter_outcomes(now, score, item.order, item.outcomes)
+                rewards += self._enter_outcomes(now, score, item.scoring_job, item.outcomes)
         return [*rewards, *await self._scores.emit_if_ready(tx, now, scores.values(), self.policy)]
 
     def _enter_outcomes(
-        self, now: datetime, score: TrajectoryScore, order: ScoringJob, outcomes: dict[str, Outcome]
+        self, now: datetime, score: TrajectoryScore, scoring_job: ScoringJob, outcomes: dict[str, Outcome]
     ) -> list[Reward]:
-        current = score.row["inputs"] == order.inputs
+        current = score.row["inputs"] == scoring_job.inputs
         outdated = set() if current else {function.name for function in self.functions if function.reads_feedback}
         rewards = [
             reward
@@ -376,11 +386,11 @@ class Scoring:
         ]
         ledger.add_rewards(now, rewards, score.entries)
         if current:
-            score.change(scored_inputs=order.inputs)
+            score.change(scored_inputs=scoring_job.inputs)
         return rewards
 
 
-def _loaded_job(job: Job, order: ScoringJob, trajectory: Trajectory, feedback_set: FeedbackSet) -> LoadedJob:
+def _loaded_job(job: Job, scoring_job: ScoringJob, trajectory: Trajectory, feedback_set: FeedbackSet) -> LoadedJob:
     feedback = tuple(event.to_json().decode() for event in feedback_set.all)
     context = feedback_set.context(trajectory.context)
-    return LoadedJob(job, order, trajectory.tenant, trajectory.to_json(), feedback, context)
+    return LoadedJob(job, scoring_job, trajectory.tenant, trajectory.to_json(), feedback, context)

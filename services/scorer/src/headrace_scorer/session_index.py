@@ -1,7 +1,8 @@
-"""Reads of the closed trajectories and the feedback of a session, as far as the match of one record needs them.
+"""Reads the closed trajectories and the feedback of a session that decide the match of one event or trajectory.
 
-A session may have any number of both, because clients may use its id for ever. So no read costs more than the logarithm
-of their number: only neighbours of a trajectory, by beginning and by end, decide what feedback is about it.
+A session may have any number of both, because clients may use its id for ever. No read may cost more than the logarithm
+of their number. Therefore only the neighbours of a trajectory, by beginning and by closing time, are read: they decide
+which feedback is about it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,9 @@ class ClosedNeighbours:
     session: Session
 
     async def peers_of(self, placed: PlacedFeedback) -> ClosedRuns:
-        """Return the trajectories that decide which ones a feedback event about the session is about."""
+        """Return the closed trajectories among which `target_trajectories` finds those that a feedback event is
+        about.
+        """
         if placed.turns_until is None:
             times = [await self._time_after(epoch_ms(placed.event.time))]
         else:
@@ -69,14 +72,18 @@ class ClosedNeighbours:
         return ClosedRuns(await self._closed_at(times))
 
     async def peers_at(self, time_ms: int, new: ClosedTrajectory | None, *, by_time: bool) -> ClosedRuns:
-        """Return the trajectories that decide what feedback is about those that were closed at `time_ms`.
+        """Return the closed trajectories that decide which feedback is about those closed at `time_ms`.
 
         Args:
-            new: one of these that is new. Then the result also decides from which ones it takes feedback.
-            by_time: whether some feedback is placed by its time.
+            time_ms: closing time.
+            new: a new trajectory with this closing time, or None. If given, the result also contains the trajectories
+                from which it may take over feedback.
+            by_time: whether the session has feedback without offsets, which is matched by its time.
         """
         if new is not None and new.began is None and await self._is_first_ingested(new):
-            return ClosedRuns(await self._read(self._query()))  # once in a session: it takes feedback of any other one
+            return ClosedRuns(
+                await self._read(self._query())
+            )  # once in a session, because its feedback may come from any other trajectory
         peers = {*await self._closed_at([time_ms]), *await self._successors(time_ms), *await self._firsts()}
         times: set[int | None] = set()
         if new is not None:
@@ -118,7 +125,10 @@ class ClosedNeighbours:
         return [*await self._read(captured), *await self._read(ingested)]
 
     async def _last_before(self, turns_until: int | None, trajectories_until: int | None) -> list[ClosedTrajectory]:
-        """Return the last captured trajectory that began before an offset, and the last ingested one."""
+        """Return the last captured trajectory that began before the offset `turns_until`, and the last ingested one
+        before
+        `trajectories_until`; neither for an offset of None.
+        """
         table = trajectories.c
         peers: list[ClosedTrajectory] = []
         if turns_until is not None:
@@ -135,7 +145,7 @@ class ClosedNeighbours:
         return [] if later is None else await self._read(later.order_by(trajectories.c.began, *_PEER).limit(1))
 
     async def _successors(self, time_ms: int) -> list[ClosedTrajectory]:
-        """Return the trajectories that began, or were ingested, next after each one that was closed at `time_ms`."""
+        """Return, for each trajectory closed at `time_ms`, the one that began, or was ingested, next after it."""
         session_key, tenant = self.session
         table, later = trajectories.c, trajectories.alias()
         in_session = later.c.session_key == session_key, later.c.tenant == tenant
@@ -152,7 +162,7 @@ class ClosedNeighbours:
         ]
 
     async def _time_after(self, time_ms: int) -> int | None:
-        """Return the first time from `time_ms` on at which a trajectory was closed, else the last one."""
+        """Return the first closing time from `time_ms` on, or the last closing time if there is none."""
         after = await self._extreme(func.min, trajectories.c.time_ms >= time_ms)
         return await self._extreme(func.max) if after is None else after
 
@@ -172,7 +182,7 @@ _DESCENDING = tuple(column.desc() for column in _PEER)
 
 
 async def closed_rows(tx: AsyncConnection, trajectory_ids: Collection[str]) -> dict[str, ClosedTrajectory]:
-    """Return the stored trajectories with these ids, as matching reads them."""
+    """Return, by id, the times and offsets of the stored trajectories with these ids."""
     rows = await tx.execute(select(*_PEER).where(trajectories.c.trajectory_id.in_(trajectory_ids)))
     return {row[0]: ClosedTrajectory(*row) for row in rows}
 
@@ -213,19 +223,20 @@ class SessionFeedback:
     async def placed_by_time(self, most: int) -> list[FeedbackPosition]:
         """Return the positions of the newest `most` feedback events that came without offsets from a gateway.
 
-        Only their times show which run they are about. If there are more such events, one more is returned.
+        Only the times of such events show which run they are about. If there are more such events, one more is
+        returned.
         """
         query = self._query(feedback.c.turns_until.is_(None)).order_by(feedback.c.place.desc())
         return await self._read(query.limit(most + 1))
 
-    async def placed_in(self, ranges: Iterable[FeedbackRange], *, all_of_it: bool = False) -> list[FeedbackPosition]:
-        """Return the positions of the newest feedback of each range."""
+    async def placed_in(self, ranges: Iterable[FeedbackRange]) -> list[FeedbackPosition]:
+        """Return the positions of the newest `_PLACED_MAX` feedback events in each range."""
         positions: dict[str, FeedbackPosition] = {}
         for item in ranges:
             order = (feedback.c.turns_until if item.is_of_turns else feedback.c.trajectories_until).desc()
             query = self._query(feedback.c.turns_until.is_not(None), *_conditions(item))
             query = query.order_by(order, feedback.c.place.desc())
-            rows = await self._read(query if all_of_it else query.limit(_PLACED_MAX))
+            rows = await self._read(query.limit(_PLACED_MAX))
             positions |= {row.name: row for row in rows}
         return list(positions.values())
 
@@ -261,7 +272,7 @@ async def general_positions(
     that may be about it.
 
     Args:
-        by_time_max: largest number of feedback events that are placed by their time.
+        by_time_max: largest number of feedback events without offsets, which are matched by their time.
         is_new: whether the trajectories are new, so that others may lose feedback to them.
     """
     positions: dict[str, tuple[ClosedRuns, list[FeedbackPosition]]] = {}
@@ -292,8 +303,8 @@ async def feedback_about_tasks(
 ) -> dict[str, list[FeedbackPosition]]:
     """Return, for each trajectory with a task, the positions of the newest feedback about all runs of this task.
 
-    Each partition has a copy of it. The copies in the partition of the trajectory are returned, because their offsets
-    have one order.
+    Each partition has a copy of such feedback. The copies in the trajectory's partition are returned, because offsets
+    are ordered only within a partition.
 
     Args:
         tasks: tenant and task id of each trajectory.

@@ -20,7 +20,7 @@ from headrace_scorer.reward_policy import RewardPolicy
 
 
 class DriftSettings(Section):
-    """Alarm for judges that agree with people less than at first."""
+    """Alarm for judges that agree with people less than on their first runs."""
 
     judges: tuple[str, ...] = ("judge:*",)
     """Sources that are monitored. Their values are from 0 to 1."""

@@ -39,7 +39,9 @@ Task = tuple[str, str]
 
 
 class TrajectoryCache:
-    """Cache of the most recent trajectories by id, because a new trajectory is soon read again."""
+    """Cache of the newest trajectories by id, which saves reading a trajectory from the database soon after its
+    arrival.
+    """
 
     def __init__(self) -> None:
         self._recent: OrderedDict[str, tuple[Trajectory, int]] = OrderedDict()
@@ -49,6 +51,7 @@ class TrajectoryCache:
         """Add a trajectory to the cache unless it is too large.
 
         Args:
+            trajectory: the trajectory.
             size_bytes: size of its JSON.
         """
         name = trajectory.trajectory_id
@@ -61,9 +64,9 @@ class TrajectoryCache:
             self._size_bytes -= self._recent.popitem(last=False)[1][1]
 
     async def get(self, tx: AsyncConnection, trajectory_ids: Iterable[str]) -> dict[str, Trajectory]:
-        """Return trajectories from memory or else from the database.
+        """Return trajectories by id from the cache or else from the database.
 
-        Ids that the database does not have are left out.
+        Ids that the database lacks are left out.
         """
         ids = set(trajectory_ids)
         cached = {name: self._recent[name][0] for name in ids & self._recent.keys()}
@@ -193,7 +196,7 @@ async def update_rows(tx: AsyncConnection, changes: Mapping[str, Mapping[str, ob
 
 
 async def add_feedback(tx: AsyncConnection, now: datetime, name: str, placed: PlacedFeedback, partition: int) -> None:
-    """Store feedback under the key `name`, which is unique among all tenants (`Received.identity`)."""
+    """Store feedback under the key `name`, which is unique across all tenants (`Received.identity`)."""
     event = placed.event
     of_task = event.level == "task"
     row = {
@@ -215,10 +218,11 @@ async def add_feedback(tx: AsyncConnection, now: datetime, name: str, placed: Pl
 
 
 async def _forget_old_listings(tx: AsyncConnection, turn_ids: Collection[str]) -> None:
-    """Delete the listings of turns that are too old to count, once a turn has twice as many as count.
+    """Delete, for turns that much feedback lists, the rows that link the oldest feedback to the turn.
 
-    Of the feedback that lists turns of a trajectory, the newest `EVENTS_MAX` events count, so at most as many of each
-    turn. Otherwise each feedback about a turn would read all earlier ones.
+    Of the feedback that lists turns of a trajectory, only the newest `EVENTS_MAX` events count. The rows of a turn are
+    reduced to that number once there are twice as many, so that new feedback about a turn does not read all earlier
+    ones.
     """
     for part in portions(sorted(set(turn_ids)), _TURNS_AT_ONCE):
         counts = select(listed.c.turn_id).where(listed.c.turn_id.in_(part)).group_by(listed.c.turn_id)
@@ -230,8 +234,10 @@ async def _forget_old_listings(tx: AsyncConnection, turn_ids: Collection[str]) -
 
 
 async def load_feedback(tx: AsyncConnection, names: Iterable[str]) -> dict[str, PlacedFeedback]:
-    """Return the stored feedback with these names, except what an older release accepted and a present rule refuses:
-    it does not count."""
+    """Return the stored feedback with these names.
+
+    Feedback that an older release accepted but the present rules refuse is left out.
+    """
     table = feedback.c
     columns = table.event_id, table.payload, table.place, table.turns_until, table.trajectories_until
     records: dict[str, PlacedFeedback] = {}
@@ -248,14 +254,14 @@ async def load_feedback(tx: AsyncConnection, names: Iterable[str]) -> dict[str, 
 
 
 async def mark_for_rematch(tx: AsyncConnection, tenant: str, task_id: str, partition: int) -> None:
-    """Mark the trajectories of a task, which may be many, because there is new feedback about the task."""
+    """Mark the trajectories of a task for a later match with feedback, because new feedback is about all of them."""
     table = trajectories.c
     of_task = (table.tenant == tenant) & (table.task_id == task_id) & (table.partition == partition)
     await tx.execute(update(trajectories).where(of_task, table.rematch.is_(False)).values(rematch=True))
 
 
 async def take_for_rematch(tx: AsyncConnection, most: int) -> Sequence[str]:
-    """Unmark up to `most` trajectories that were marked for a rematch, and return their ids."""
+    """Remove the mark from up to `most` trajectories marked for a rematch, and return their ids."""
     marked = select(trajectories.c.trajectory_id).where(REMATCH).order_by(trajectories.c.trajectory_id).limit(most)
     names = list((await tx.execute(marked.with_for_update(skip_locked=True))).scalars())
     if names:
@@ -276,10 +282,14 @@ async def trajectories_with(tx: AsyncConnection, turn_ids: Collection[str], tena
 
 
 async def fail_scoring(tx: AsyncConnection, trajectory_id: str, error: str) -> list[DeadLetter]:
-    """Give up on a trajectory whose experiences cannot be computed, and return its dead letter with the message
-    `error`.
+    """End the scoring of a trajectory whose experiences cannot be computed, and return its dead letter.
 
     The list is empty if the trajectory is not stored any more.
+
+    Args:
+        tx: the transaction.
+        trajectory_id: the trajectory.
+        error: message for the dead letter.
     """
     table = trajectories.c
     query = select(table.partition, table.place, table.session_key, table.payload)

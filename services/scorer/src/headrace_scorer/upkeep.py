@@ -1,4 +1,4 @@
-"""Periodic work: end the wait for rewards, delete old rows, set gauges."""
+"""Periodic work of the scorer: end the wait for rewards, delete old rows, set gauges."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ async def emit_overdue(tx: AsyncConnection, now: datetime, scores: ScoreStore, p
 
 
 async def delete_old_trajectories(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
-    """Delete trajectories that are older than `retention_s`, with all their rows. Their experiences become final."""
+    """Delete trajectories older than `retention_s` seconds with all their rows.
+
+    Later feedback cannot change their experiences.
+    """
     horizon = _horizon(now, retention_s)
     arrived = trajectories.c.arrived_ms
     old = select(trajectories.c.trajectory_id).where(arrived <= horizon).order_by(arrived).limit(_FORGOTTEN_AT_ONCE_MAX)
@@ -72,9 +75,9 @@ async def delete_old_feedback(tx: AsyncConnection, now: datetime, retention_s: f
 
 
 async def delete_stray_entries(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
-    """Delete rewards that arrived more than `retention_s` ago for trajectories which never arrived.
+    """Delete rewards that arrived more than `retention_s` seconds ago for trajectories that never arrived.
 
-    An entry that arrived before its trajectory is deleted together with the trajectory.
+    An entry whose trajectory is stored is deleted together with the trajectory.
     """
     horizon = _horizon(now, retention_s)
     entry = ledger.c.arrived_ms

@@ -1,7 +1,7 @@
-"""Loading of reward functions. It runs in the process that will call them, never in the scorer's own process.
+"""Loading of reward functions from source text, in the process that will call them.
 
-Modules are loaded from source text. So a restarted process runs the code of its predecessor, even if the files have
-changed. `POST /reload` changes all processes together, or none.
+A restarted process gets the source texts of its predecessor, so it runs the same code even if the files have changed.
+`POST /reload` changes all processes together, or none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ REWARDS: Registry[object] = Registry("rewards", object, "reward function")
 
 
 class LoadError(Exception):
-    """A reward function cannot be loaded. The message names its spec and the reason."""
+    """Error of loading a reward function. The message names the function's spec and the reason."""
 
 
 class RewardFunction(BaseModel):
@@ -48,7 +48,7 @@ class RewardFunction(BaseModel):
 
     @property
     def reads_feedback(self) -> bool:
-        """Whether new feedback may change the result of the function."""
+        """Whether the function has a parameter that feedback may change, so that new feedback requires a new call."""
         return not {"feedback", "context"}.isdisjoint(self.parameters)
 
 
@@ -95,7 +95,7 @@ class FunctionLoader:
         return functions
 
     def _find(self, spec: str) -> tuple[ModuleType, str]:
-        """Return the module of a function, and the name of the function in it."""
+        """Return the module that a spec names, and the name of the function in it."""
         location, _, attribute = _resolve_name(spec).partition(":")
         if not location or not attribute.isidentifier():
             raise LoadError(f"{spec}: must be file.py:name or package.module:name")
@@ -104,7 +104,7 @@ class FunctionLoader:
         return self._loaded[location], attribute
 
     def _load_module(self, spec: str, location: str) -> ModuleType:
-        """Load the file or module `location` from source."""
+        """Load the file or module `location` from its source text."""
         found_spec = self._file_spec(location) if location.endswith(".py") else self._module_spec(spec, location)
         if found_spec is None or found_spec.origin is None or not found_spec.origin.endswith(".py"):
             raise LoadError(f"{spec}: {location} is not a Python file or module here (in {Path.cwd()})")

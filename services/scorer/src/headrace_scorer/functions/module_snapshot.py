@@ -1,8 +1,8 @@
 """Import of the user's modules from a snapshot of their source, so that a digest covers all code of a reward function.
 
 A module belongs to the user's code if its file is in the folder of a reward file, or in the package of a reward module.
-The snapshot is taken when the functions are loaded. It has the modules that are imported then, and those that an import
-statement anywhere in them names. Later imports, and processes that start later, use the snapshot even if the files have
+The snapshot is taken when the functions are loaded. It contains the modules that are imported then, and those that any
+import statement in them names. Later imports, and processes that start later, use the snapshot even if the files have
 changed.
 """
 
@@ -25,12 +25,12 @@ _FOREIGN = frozenset({"site-packages", "dist-packages"})
 
 
 class ModuleSnapshot(MetaPathFinder):
-    """Source texts of the user's modules, and the import finder that loads modules from them.
+    """Source texts of the user's modules, and the import finder that loads modules from these texts.
 
-    Only one is active in a process.
+    One snapshot is active in a process at a time.
 
     Args:
-        sources: text of each file of an earlier snapshot. If there is any, no other file is read from the disk.
+        sources: text of each file of an earlier snapshot. If this is not empty, no other file is read from the disk.
     """
 
     def __init__(self, sources: dict[str, str] | None = None) -> None:
@@ -93,7 +93,7 @@ class ModuleSnapshot(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the import spec of a module of the user; None for all other modules."""
+        """Return the import spec of a module that belongs to the user, or None for any other module."""
         del target
         if fullname in sys.builtin_module_names:
             return None
@@ -120,7 +120,7 @@ class ModuleSnapshot(MetaPathFinder):
         return self._spec(fullname, spec.origin, spec.submodule_search_locations)
 
     def entry(self, name: str, path: str, locations: Sequence[str] | None) -> ModuleSpec:
-        """Return the import spec of the module with a reward function, under the name `name`."""
+        """Return the import spec, under the name `name`, for the module that contains a reward function."""
         return self._spec(name, path, locations)
 
     def execute(self, module: ModuleType, path: str) -> None:
@@ -152,7 +152,7 @@ class ModuleSnapshot(MetaPathFinder):
 
     @property
     def uncovered(self) -> tuple[str, ...]:
-        """Files of the user that were read and are not Python source. No digest covers them."""
+        """Files of the user that are not Python source and were read during loading. No digest covers their content."""
         return tuple(self._data)[:MODULES_MAX]
 
     def note_read(self, path: object) -> None:
@@ -191,7 +191,7 @@ class ModuleSnapshot(MetaPathFinder):
                     pending.append((other, of_other))
 
     def _imports(self, path: str, package: str) -> list[tuple[str, str]]:
-        """Return the files of the user that the import statements of a file name, each with its package."""
+        """Return the user's files that the import statements of a file import, each with the name of its package."""
         try:
             tree = ast.parse(self.text(path))
         except (SyntaxError, ValueError, RecursionError):
@@ -216,7 +216,7 @@ class ModuleSnapshot(MetaPathFinder):
         return list(packages.items())
 
     def _locate(self, parts: Sequence[str]) -> tuple[str, str] | None:
-        """Return the file and the package of a module of the user; None if it is not the user's."""
+        """Return the file and the package of a module, or None if the module does not belong to the user."""
         for base, first, _ in self._bases:
             if first not in ("", parts[0]):
                 continue

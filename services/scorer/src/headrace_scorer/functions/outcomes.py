@@ -1,5 +1,6 @@
-"""Outcomes of reward functions, from a return value or an exception, and the messages over pipes that carry them.
-None and failures are not 0.0.
+"""Outcomes of calls of reward functions, and the messages over pipes that carry calls and outcomes.
+
+An outcome is made from a return value or an exception. None and failures never count as a reward of 0.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LENGTH = struct.Struct(">I")
 
 
 class Outcome(BaseModel):
-    """The result of one function for one trajectory, as its process sends it to the scorer."""
+    """The result of one call of a reward function for one trajectory, as its process sends it to the scorer."""
 
     outcome: Literal["scored", "abstained", "failed", "timed_out"]
     value: float | None = None

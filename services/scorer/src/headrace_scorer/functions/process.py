@@ -29,11 +29,11 @@ _RESTART_S = 1.0
 
 
 class FunctionsRefused(HeadraceError):
-    """A reward function cannot be loaded. The message names its spec and the reason."""
+    """Error of loading a reward function. The message names the function's spec and the reason."""
 
 
 class FunctionProcess:
-    """A process that runs reward functions, one call at a time. After a time-out or a crash it stays `dead`."""
+    """A process that runs reward functions, one call at a time. After a time-out or a crash it is not used again."""
 
     def __init__(self, process: asyncio.subprocess.Process, loaded: LoadResponse) -> None:
         self._process = process
@@ -41,11 +41,11 @@ class FunctionProcess:
         self.dead = False
 
     @classmethod
-    async def start(cls, order: LoadRequest, passed_on: Sequence[str] = ()) -> FunctionProcess:
+    async def start(cls, request: LoadRequest, passed_on: Sequence[str] = ()) -> FunctionProcess:
         """Start a process, and load the functions in it.
 
         Args:
-            order: functions to load.
+            request: functions to load.
             passed_on: names of environment variables that the process gets besides those of the system.
 
         Raises:
@@ -66,11 +66,11 @@ class FunctionProcess:
         try:
             async with asyncio.timeout(_LOAD_TIMEOUT_S):
                 started.loaded = LoadResponse.model_validate_json(
-                    await started._exchange(order.model_dump_json().encode())
+                    await started._exchange(request.model_dump_json().encode())
                 )
         except TimeoutError:
             await started.stop()
-            raise FunctionsRefused(f"importing {', '.join(order.specs)} took over {_LOAD_TIMEOUT_S:g} s") from None
+            raise FunctionsRefused(f"importing {', '.join(request.specs)} took over {_LOAD_TIMEOUT_S:g} s") from None
         except (EOFError, OSError) as error:
             await started.stop()
             raise Unavailable(f"the process of reward functions ended as it started ({started.status})") from error
@@ -83,8 +83,9 @@ class FunctionProcess:
         return started
 
     async def call(self, call: CallRequest, trajectory: bytes, timeout_s: float) -> Outcome:
-        """Call a reward function in the process, and return its outcome. A function that hangs or ends the process is
-        an outcome, too.
+        """Call a reward function in the process and return its outcome.
+
+        A function that exceeds `timeout_s` or ends the process gets the outcome `timed_out` or `failed`.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -103,8 +104,9 @@ class FunctionProcess:
             return Outcome.failed(reason_of(error))
 
     def digest(self, function: str) -> str | None:
-        """Return the digest of the function's source in this process; None if the process does not have the
-        function."""
+        """Return the digest of a function's source in this process, or None if the process has not loaded the
+        function.
+        """
         return next((f"sha256:{loaded.digest}" for loaded in self.loaded.functions if loaded.name == function), None)
 
     @property
@@ -114,7 +116,7 @@ class FunctionProcess:
         return f"signal {-code}" if code is not None and code < 0 else f"status {code}"
 
     async def stop(self) -> None:
-        """Kill the process and all processes that it started. Their state does not have to be saved."""
+        """Kill the process and all processes that it started, without saving any state."""
         self.dead = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -133,7 +135,7 @@ class FunctionProcess:
 class FunctionPool:
     """Pool of `scorer.function_workers` processes that call reward functions.
 
-    `functions` are those that are loaded now.
+    `functions` are the functions that are loaded now.
     """
 
     def __init__(self, settings: ScorerSettings) -> None:
@@ -203,7 +205,7 @@ class FunctionPool:
             await process.stop()
 
     async def _start_all(self) -> list[FunctionProcess]:
-        """Start all processes. The first reads the files; the others use the text that it read."""
+        """Start all processes. The first one reads the files; the others get the texts that it read."""
         started = [await self._start({})]
         try:
             while len(started) < self._settings.function_workers:

@@ -1,7 +1,8 @@
-"""The process that runs reward functions, `python -m headrace_scorer.functions.worker`. The scorer uses its pipes.
+"""The process that runs reward functions, `python -m headrace_scorer.functions.worker`, connected to the scorer by
+pipes.
 
-User code may print, exit, fork, hang or crash here; for the scorer that is one failed call. Output of user code goes to
-standard error, never into the pipe. A call changes neither the working directory nor the timers of the next one.
+User code may print, exit, fork, hang or crash here; to the scorer this is one failed call. Output of user code goes to
+standard error, never into the pipe. The working directory and the timers are restored after each call.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the scorer, which then ends this process
     inbox, outbox = _take_pipes()
     try:
-        order = outcomes.LoadRequest.model_validate_json(outcomes.receive(inbox))
-        _limit(order.memory_mb)
-        loader = FunctionLoader(order.sources)
+        request = outcomes.LoadRequest.model_validate_json(outcomes.receive(inbox))
+        _limit(request.memory_mb)
+        loader = FunctionLoader(request.sources)
         try:
-            functions = tuple(loader.load(order.specs))
+            functions = tuple(loader.load(request.specs))
         except LoadError as error:
             return outcomes.send(outbox, outcomes.LoadResponse(error=str(error)).model_dump_json().encode())
         uncovered = loader.modules.uncovered
@@ -68,7 +69,7 @@ def run(function: Callable[..., object], call: outcomes.CallRequest, trajectory:
 
 
 def _restore(folder: Path) -> None:
-    """Undo changes of the process that would affect the next call."""
+    """Restore the working directory and the timers of the process after a call."""
     signal.setitimer(signal.ITIMER_REAL, 0)
     with contextlib.suppress(OSError):
         os.chdir(folder)
@@ -81,7 +82,7 @@ async def _awaited(returned: object) -> object:
 
 @lru_cache(maxsize=1)
 def _trajectory(value: bytes) -> Trajectory:
-    """Parse a trajectory. The last one is cached, because its functions are called one after the other."""
+    """Parse a trajectory. The last one is cached, because all functions of a trajectory are called in succession."""
     return Trajectory.from_stored(value)
 
 

@@ -1,8 +1,8 @@
-"""Features of a run for a reward model, and columns of numbers from them, without features that reveal whether a run
-has a thumb.
+"""Features of a run for a reward model, and standardized columns of numbers computed from them.
 
-A feature gives up to two columns: its value, and whether the run has it. Both are standardized over all runs; a missing
-value is replaced by the mean. Shapes: `_R` runs, `_D` columns.
+Features that reveal whether a run has a thumb are left out. A feature gives up to two columns: its value, and whether
+the run has it. Both are standardized over all runs; a missing value is replaced by the mean. Shapes: `_R` runs, `_D`
+columns.
 """
 
 from __future__ import annotations
@@ -35,10 +35,17 @@ def feature_table(columns: Sequence[Column], runs: Iterable[Features]) -> Array:
 
 
 def columns_of(thumbed: Sequence[Features], unrated: Sequence[Features]) -> tuple[list[Column], list[str]]:
-    """Choose the features from which a reward model learns, and return them with those that are refused because they
-    reveal whether a run has a thumb.
+    """Choose the features from which a reward model learns.
 
     The features that most runs have come first, up to `COLUMNS_MAX` columns.
+
+    Args:
+        thumbed: features of the runs with thumbs.
+        unrated: features of the runs without thumbs.
+
+    Returns:
+        The columns of the chosen features, and the names of the features that were refused because they reveal whether
+        a run has a thumb.
     """
     all_runs = [*thumbed, *unrated]
     counts: dict[str, int] = {}
@@ -53,11 +60,13 @@ def columns_of(thumbed: Sequence[Features], unrated: Sequence[Features]) -> tupl
 
 
 def foreign_share(name: str, thumbed: Sequence[Features], unrated: Sequence[Features]) -> float:
-    """Return the share of runs with thumbs whose value of the feature is rare among runs without thumbs.
+    """Return the share of the runs with thumbs whose value of a feature is rare among the runs without thumbs.
 
     A feature that was computed from the thumb, or that came with the feedback, has such values. A model would predict
-    its training data from it perfectly, and could not use it for other runs. Values are compared in ten bins with
-    equally many thumbed runs. A missing value is a bin of its own.
+    its
+    training data from it perfectly, and could not use it for other runs. Values are compared in ten bins with equal
+    numbers
+    of runs with thumbs. A missing value is a bin of its own.
     """
     if len(unrated) < _UNRATED_MIN or not thumbed:
         return 0.0
@@ -76,7 +85,7 @@ def foreign_share(name: str, thumbed: Sequence[Features], unrated: Sequence[Feat
 
 
 def _count_bins(values: Array, edges: Array, *, exact: bool) -> Array:
-    """Count the values in each bin: those equal to an edge (`exact`), or else those between two edges."""
+    """Return the number of values in each bin: those equal to each edge (`exact`), or else those between two edges."""
     if exact:
         return np.array([(np.abs(values - edge) < 1e-9).sum() for edge in edges], dtype=np.float64)
     return np.histogram(values, edges)[0].astype(np.float64)
@@ -123,7 +132,7 @@ def features_of(
 
     Args:
         rows: rewards of the run as rows of the ledger.
-        counts: returns whether the rewards of a source are features.
+        counts: function that returns whether the rewards of a source are features.
     """
     features = shape_of(trajectory)
     for row in rows:

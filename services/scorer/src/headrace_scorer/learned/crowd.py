@@ -5,9 +5,9 @@ rater, as in A. P. Dawid and A. M. Skene, Applied Statistics 28 (1979) 20, which
 is a latent variable. A rater's thumb is right with the probability of that rater, which is estimated from the agreement
 with other raters of the same run and with the features of the run.
 
-The influence of one rater is bounded in three ways. The reliability has a prior, that of the crowd. It never counts
-below 1/2, so thumbs of a rater who is always wrong are ignored and not inverted. All thumbs of a rater have at most a
-share of the total weight. Shapes: `_R` runs, `_D` columns, `_T` thumbs, `_A` raters.
+The influence of one rater is bounded in three ways. The reliability has a prior, that of the crowd. Values below 1/2
+count as 1/2, so thumbs of a rater who is always wrong are ignored and not inverted. All thumbs of a rater have at most
+a share of the total weight. Shapes: `_R` runs, `_D` columns, `_T` thumbs, `_A` raters.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RATER_WEIGHT_MIN = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Thumbs:
-    """Thumbs (ratings of runs by people) as arrays: index of the run, index of the rater, value, and weight of each."""
+    """Thumbs (ratings of runs by people) as parallel arrays: index of the run, index of the rater, value and weight."""
 
     run_T: Index
     rater_T: Index
@@ -95,7 +95,7 @@ def fit(table_RD: Array, thumbs: Thumbs, prior_D: Array, precision: float) -> Cr
     Args:
         table_RD: feature table, without the intercept.
         prior_D: means of the normal priors of the weights.
-        precision: precision of these priors. The prior of the intercept is wide.
+        precision: precision of these priors, except that of the intercept, which is wide.
     """
     rows_RD = with_intercept(table_RD)
     means_D = np.concatenate([[0.0], prior_D])
@@ -121,7 +121,7 @@ def fit(table_RD: Array, thumbs: Thumbs, prior_D: Array, precision: float) -> Cr
 
 
 def with_intercept(table_RD: Array) -> Array:
-    """Return the table with a first column of ones."""
+    """Return the feature table with a column of ones before its first column."""
     return np.hstack([np.ones((len(table_RD), 1)), table_RD])
 
 
@@ -181,10 +181,11 @@ def _newton(
 
 
 def _information(rows_RD: Array, thumbs: Thumbs, right_A: Array, run_weight_R: Array, weights_D: Array) -> Array:
-    """Return the Fisher information matrix of the regression weights, given all raters' thumbs.
+    """Return the Fisher information matrix of the regression weights, given the thumbs of all raters.
 
-    A thumb of an unreliable rater contributes less than knowing whether the run is good, and several thumbs of one run
-    contribute at most as much.
+    A thumb of an unreliable rater adds less information than knowing whether the run is good would add. All thumbs of
+    one
+    run together add at most that much.
     """
     good_R = sigmoid(rows_RD @ weights_D)
     right_T, good_T = right_A[thumbs.rater_T], good_R[thumbs.run_T]

@@ -45,7 +45,7 @@ CONTROLLED = ("run/*", "function:*/tool_failed", "function:*/looped")
 
 @dataclass(frozen=True, slots=True)
 class QualityEstimate:
-    """Estimated probability that a run is good, with its confidence interval."""
+    """Estimated probability that a run is good, with its confidence interval and the reward that follows from it."""
 
     value: float
     low: float
@@ -56,7 +56,10 @@ class QualityEstimate:
 
 @dataclass(frozen=True, slots=True)
 class FitRequirements:
-    """Conditions under which a reward model scores runs. `LearnedSettings` has those that users set."""
+    """Conditions for a reward model to score runs, and limits of its fit.
+
+    `LearnedSettings` has those that users set.
+    """
 
     thumbs_min: int = 30
     width_max: float = 0.6
@@ -65,18 +68,18 @@ class FitRequirements:
     rater_share_max: float = 0.1
     """Largest share of all thumbs that one named rater may have; five thumbs always count."""
     controlled: tuple[str, ...] = CONTROLLED
-    """Patterns of features that are learned, so that no other feature is credited for them, but do not pay."""
+    """Patterns of features that the model learns but that do not change the reward: the agent could game them."""
 
 
 class FittedModel(ABC):
-    """A fitted reward model. Immutable; `judge` takes microseconds and may run on an event loop."""
+    """A fitted reward model. Immutable; `judge` takes microseconds, so it may run on an event loop."""
 
     model_id: str
     """Digest of the fitted model. Equal training data give an equal id."""
 
     @abstractmethod
     def judge(self, features: Features) -> QualityEstimate | None:
-        """Return the probability that a run with these features is good; None if the model gives no value."""
+        """Return the probability that a run with these features is good, or None if the model abstains."""
 
     @abstractmethod
     def to_json(self) -> bytes:
@@ -92,7 +95,7 @@ Fit = Callable[[Sequence[ThumbedRun], Sequence[Features], FitRequirements], Fitt
 
 @dataclass(frozen=True, slots=True)
 class RewardModel:
-    """A kind of reward model that a package announces: functions that fit a model and read it back."""
+    """A kind of reward model that a package announces: a function that fits a model and one that deserializes it."""
 
     fit: Fit
     """Fits a model to runs that people have rated, and to the features of runs without ratings. It is deterministic,
@@ -109,7 +112,7 @@ _CLIPPED_AT = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Standardized column of the feature table, computed from one feature."""
+    """Standardized column of the feature table, computed from one feature: its value, or whether a run has it."""
 
     name: str
     presence: bool
@@ -124,7 +127,7 @@ class Column:
     def of(self, features: Features) -> float:
         """Return the column's number for a run, in standard deviations from the mean.
 
-        It is clipped, so outliers move little.
+        The number is clipped, so that outliers have a bounded influence.
         """
         present = self.name in features
         if not present and not self.presence:
@@ -142,8 +145,7 @@ UNRATED_RUNS_MAX = 1000
 
 
 class LearnedSettings(Section):
-    """A reward model as one more source, `learned:<model>`. It learns from the runs that people have rated, and scores
-    all runs."""
+    """A reward model as one more source, `learned:<model>`: it learns from rated runs and scores all runs."""
 
     model: Annotated[str, NameIn(REWARD_MODELS)] | None = None
     """Name of the reward model, as a package announces it. Not set: there is no reward model."""

@@ -1,9 +1,9 @@
-"""A reward model as a source of rewards, and its fitting: as thumbs arrive, beside the stream, or once for a replay.
+"""A reward model as a source of rewards: its periodic fitting beside the stream, and its single fitting in a replay.
 
-Two replicas may fit at the same time. Equal thumbs give an equal model, and the last one that is stored counts.
+Two replicas may fit at the same time. Equal thumbs give an equal model, and the model that is stored last is used.
 
-The features of a run are known only after its reward functions were called. So a replay with a reward model passes
-over the runs twice: first to compute features, then, from a temporary file, to write experiences.
+The features of a run are known only after its reward functions were called. Therefore a replay with a reward model
+passes over the runs twice: first to compute features, then, from a temporary file, to write experiences.
 
 The reward of a run depends only on its features and on the fitted model, which are both in the database. So every
 replica computes the same reward.
@@ -54,10 +54,10 @@ _CACHED_MAX = 64
 
 
 class LearnedSource:
-    """A reward model of the settings as the source `learned:<model>`.
+    """The reward model that the settings choose, as the source of rewards `learned:<model>`.
 
     Args:
-        functions: returns the reward functions that are loaded now.
+        functions: function that returns the reward functions that are loaded now.
     """
 
     def __init__(self, settings: LearnedSettings, functions: Callable[[], Sequence[RewardFunction]]) -> None:
@@ -85,8 +85,10 @@ class LearnedSource:
     async def new_rewards(
         self, tx: AsyncConnection, now: datetime, trajectory: Trajectory, arrived_ms: int, entries: LedgerEntries
     ) -> list[Reward]:
-        """Store the features of a run for later fits, and return the model's reward if it has changed by
-        `change_min` or is new."""
+        """Store the features of a run for later fits, and return the model's new reward for the run.
+
+        The list is empty if an earlier reward exists and differs by less than `change_min`.
+        """
         features = self.features(trajectory, entries)
         await store.store_features(tx, trajectory.trajectory_id, trajectory.tenant, arrived_ms, features)
         fitted = await self.fitted(tx, trajectory.tenant)
@@ -94,7 +96,7 @@ class LearnedSource:
         return [reward] if self._has_changed(reward, entries) else []
 
     async def fitted(self, tx: AsyncConnection, tenant: str) -> FittedModel | None:
-        """Return the model fitted for a tenant; None before the first fit."""
+        """Return the model fitted for a tenant, or None before the first fit."""
         model_id = await store.current_model_id(tx, tenant, self.name)
         if model_id is None:
             return None
@@ -123,7 +125,7 @@ def reward_of(
 ) -> Reward:
     """Return the next revision of the reward that a reward model gives a trajectory.
 
-    It abstains before the first fit (`fitted` is None), or if the model is uncertain.
+    The reward is an abstention before the first fit (`fitted` is None), or if the model is uncertain.
     """
     likely: QualityEstimate | None = None if fitted is None else fitted.judge(features)
     reason = None
@@ -167,7 +169,10 @@ async def run(learned: LearnedSource, processor: Processor) -> None:
 
 
 async def refit(learned: LearnedSource, processor: Processor) -> None:
-    """Fit the reward models with enough new thumbs again. If a model has changed, mark its runs for rescoring."""
+    """Fit the reward model of each tenant with enough new thumbs.
+
+    If a model has changed, mark its runs for rescoring.
+    """
     async with processor.database.transaction() as tx:
         tenants = await store.tenants_to_refit(tx, learned.name, REFIT_SHARE)
     for tenant in tenants:
@@ -204,7 +209,7 @@ async def _store_model(learned: LearnedSource, processor: Processor, data: Train
 
 @dataclass(slots=True)
 class _Tenant:
-    """Newest runs of one tenant in a replay, in the order of the trajectories."""
+    """Newest rated and unrated runs of one tenant in a replay, in the order of the trajectories."""
 
     rated: deque[ThumbedRun]
     unrated: deque[Features]
@@ -222,7 +227,7 @@ class LearnedReplay:
     _fitted: dict[str, FittedModel] = field(default_factory=dict)
 
     def add_run(self, trajectory: Trajectory, features: Features, rater_values: Mapping[str, float]) -> None:
-        """Add a run, with the value of each person who rated it; without values it is an unrated run."""
+        """Add a run with the rating of each person, by rater. A run without ratings is an unrated run."""
         empty = _Tenant(deque(maxlen=THUMBS_MAX), deque(maxlen=UNRATED_RUNS_MAX))
         runs = self._tenants.setdefault(trajectory.tenant, empty)
         if rater_values:
@@ -239,10 +244,12 @@ class LearnedReplay:
                 self._fitted[tenant] = await asyncio.to_thread(fit, list(runs.rated), list(runs.unrated), requirements)
 
     def reward(self, trajectory: Trajectory, features: Features) -> dict[EntryKey, SourceReward]:
-        """Return the reward that the model fitted to all of the tenant's thumbs gives to a run; an abstention if there
-        is no model or it gives no value.
+        """Return, by ledger key, the reward that the model of the run's tenant gives to the run.
+
+        It is an abstention if there is no model or the model abstains.
 
         Args:
+            trajectory: the run.
             features: values of the run's features, from which the model predicts the thumb.
         """
         fitted = self._fitted.get(trajectory.tenant)
@@ -253,7 +260,7 @@ class LearnedReplay:
 
 
 class TemporaryLines:
-    """Lines that are written once and then read. Many lines are in a temporary file, few in memory."""
+    """Lines that are written once and then read. A few lines stay in memory; many go to a temporary file."""
 
     def __init__(self) -> None:
         self._file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY_BYTES)  # noqa: SIM115 (`close`)

@@ -63,7 +63,7 @@ async def store_thumbs(
         source: source of the rewards that the reward model gives.
         trajectory_id: id of the run.
         tenant: tenant of the run.
-        values: present value of each rater. Raters with an earlier thumb who are missing here have withdrawn it.
+        values: present value by rater. An earlier thumb of a rater who is missing here counts as withdrawn.
     """
     table = thumbs.c
     query = select(table.rater, table.value).where(table.trajectory_id == trajectory_id)
@@ -86,7 +86,7 @@ async def tenants_to_refit(tx: AsyncConnection, source: str, share: float) -> Se
     Args:
         tx: the transaction.
         source: source of the rewards that the reward models give.
-        share: smallest number of new thumbs, as a share of the thumbs that the model was fitted to.
+        share: smallest number of new thumbs, as a fraction of the thumbs that the model was fitted to.
     """
     table = reward_models.c
     fresh = (table.source == source) & (table.fresh > 0) & (table.fresh >= share * table.counted)
@@ -97,8 +97,14 @@ async def tenants_to_refit(tx: AsyncConnection, source: str, share: float) -> Se
 async def training_data(
     tx: AsyncConnection, tenant: str, source: str, thumbs_max: int, others_max: int
 ) -> TrainingData:
-    """Load what the reward model of a tenant is fitted to: the newest `thumbs_max` runs with thumbs, and the newest
-    `others_max` runs without. `source` is the source of the rewards that it gives.
+    """Load the runs from which the reward model of a tenant is fitted.
+
+    Args:
+        tx: the transaction.
+        tenant: the tenant.
+        source: source of the rewards that the model gives.
+        thumbs_max: largest number of runs with thumbs, of which the newest are loaded.
+        others_max: largest number of runs without thumbs, of which the newest are loaded.
     """
     table, runs = thumbs.c, run_features.c
     fresh: int | None = await tx.scalar(select(reward_models.c.fresh).where(_of_model(tenant, source)))
@@ -132,8 +138,8 @@ async def current_model_id(tx: AsyncConnection, tenant: str, source: str) -> str
 
     Args:
         tx: the transaction.
-        tenant: the tenant whose thumbs it learned from.
-        source: its name as a source of rewards, `learned:<model>`.
+        tenant: the tenant whose thumbs the model learned from.
+        source: name of the model as a source of rewards, `learned:<model>`.
     """
     model_id: str | None = await tx.scalar(select(reward_models.c.model_id).where(_of_model(tenant, source)))
     return model_id
@@ -152,7 +158,7 @@ async def store_model(
     """Store the reward model that was fitted to `data`, for the rewards of `source`.
 
     Returns:
-        Whether the model differs from the one before.
+        Whether the model differs from the previously stored one.
     """
     before = await current_model_id(tx, data.tenant, source)
     row = {
@@ -167,9 +173,7 @@ async def store_model(
 
 
 async def wait_for_thumbs(tx: AsyncConnection, tenant: str, source: str) -> None:
-    """Mark all thumbs of a tenant as old, so that a reward model that could not be fitted is tried again only after new
-    ones.
-    """
+    """Mark all thumbs of a tenant as used, so that a model whose fit failed is fitted again only after new thumbs."""
     await tx.execute(update(reward_models).where(_of_model(tenant, source)).values(fresh=0))
 
 

@@ -53,7 +53,9 @@ _MISFIT = 0.25
 
 @dataclass(frozen=True, slots=True)
 class FitFacts:
-    """Report of a fit: size of the training data, and the quality of the model on held-out thumbs."""
+    """Report of a fit: size of the training data, and quality of the model on held-out thumbs, for the REST
+    interface.
+    """
 
     thumbs: int
     runs: int
@@ -170,7 +172,7 @@ def fit(runs: Sequence[ThumbedRun], unrated: Sequence[Features], requirements: F
 
 
 def _unfitted_model(facts: FitFacts, requirements: FitRequirements, reason: str) -> FittedThumbs:
-    """Return a reward model that gives no run a reward, because `reason` prevented the fit."""
+    """Return a reward model that abstains for every run, because `reason` prevented the fit."""
     return FittedThumbs(replace(facts, silent=reason), requirements)
 
 
@@ -197,7 +199,7 @@ THUMBS = RewardModel(fit, read)
 def _usable(runs: Sequence[ThumbedRun]) -> list[ThumbedRun]:
     """Return the runs with those of their thumbs that are between 0 and 1, sorted by rater.
 
-    Runs without any are left out.
+    Runs without such a thumb are left out.
     """
     usable = []
     for run in runs:
