@@ -148,8 +148,7 @@ class Console:
         """Read the state of all services periodically and announce changes to browsers, until cancelled.
 
         While no browser follows changes, the state is read only after a report of the trainer. These readings give
-        `Progress`
-        the counters at the time of the last trained experience.
+        `Progress` the counters at the time of the last trained experience.
         """
         last_report = None
         while True:

@@ -4,8 +4,8 @@ place of the bus.
 Queue, retries, budget and pairwise comparisons are in a separate database. It is emptied first, except for the budget
 and the cached verdicts, so that a question that an earlier replay has paid for is not paid for again.
 
-The filter reads lines `trajectory` and writes lines `reward`. A later reward of a
-trajectory replaces earlier ones of the same source. At the end the filter writes one line `outcome_counts`.
+The filter reads lines `trajectory` and writes lines `reward`. A later reward of a trajectory replaces earlier ones of
+the same source. At the end the filter writes one line `outcome_counts`.
 """
 
 from __future__ import annotations

@@ -13,10 +13,8 @@ class FairQueue(Generic[T]):
     """Bounded queue that serves its tenants in turn (round robin).
 
     It holds at most `size` items with at most `bytes_max` bytes in total. When it is full, each tenant may still add
-    items
-    up to `reserve` of its own, until the queue has twice `size` items. A tenant without an item may add one until the
-    queue
-    has twice `bytes_max` bytes.
+    items up to `reserve` of its own, until the queue has twice `size` items. A tenant without an item may add one until
+    the queue has twice `bytes_max` bytes.
     """
 
     def __init__(self, size: int, reserve: int, bytes_max: int) -> None:

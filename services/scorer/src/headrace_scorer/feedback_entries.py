@@ -95,8 +95,7 @@ def thumbs_of(
     """Return the value that each rater of the sources `teachers` gives to the run, as training data of a reward model.
 
     It is the mean of the rater's values for the whole run, or else the mean over the turns. All raters without a name
-    count
-    as one rater with an empty name.
+    count as one rater with an empty name.
     """
     for_run: dict[str, list[float]] = {}
     for_turns: dict[str, list[float]] = {}
@@ -136,8 +135,7 @@ def _targets(event: Feedback, answers: Collection[Answer]) -> Iterator[Answer]:
     """Yield the turn id and the choice of each object that feedback is about; an empty turn id means the trajectory.
 
     Feedback without a level that lists some of the turns in branches is about those turns. Feedback without a level
-    that
-    lists all of them, or none, is about the whole trajectory.
+    that lists all of them, or none, is about the whole trajectory.
     """
     turns = {turn for turn, _ in answers}
     if event.level == "response":

@@ -44,8 +44,7 @@ class PlacedFeedback:
     """A feedback event with its offset on the topic `feedback` and the ends of other topics when it was sent.
 
     The offset orders the feedback of a session. `turns_until` and `trajectories_until` are the end offsets of the
-    topics
-    `turns` and `trajectories` at that time; both are None for feedback that did not come through a gateway.
+    topics `turns` and `trajectories` at that time; both are None for feedback that did not come through a gateway.
     """
 
     event: Feedback
@@ -214,8 +213,7 @@ def newest(records: Iterable[P], events_max: int | None = None) -> list[P]:
     """Return the newest records up to `events_max` events (by default `EVENTS_MAX`), in the order of the log.
 
     Their bytes and values are limited too. Without limits, each new feedback of a session would cost as much as all
-    earlier
-    feedback together.
+    earlier feedback together.
     """
     most = EVENTS_MAX if events_max is None else events_max
     ordered = sorted(records, key=lambda record: record.offset, reverse=True)
@@ -262,10 +260,8 @@ def target_trajectories(feedback: PlacedFeedback | FeedbackPosition, peers: Clos
     """Return the ids of the trajectories that feedback about their session applies to.
 
     It applies to the trajectory that had begun last when the feedback was sent, or else to the first one that began
-    after
-    that, and to those closed together with it. Feedback without the offsets of a gateway applies to the trajectory that
-    was
-    closed next after the time of the feedback, or else to the one that was closed last.
+    after that, and to those closed together with it. Feedback without the offsets of a gateway applies to the
+    trajectory that was closed next after the time of the feedback, or else to the one that was closed last.
     """
     if feedback.turns_until is None and isinstance(feedback, PlacedFeedback):
         return peers.closed_after(epoch_ms(feedback.event.time))

@@ -111,8 +111,7 @@ async def read(tx: AsyncConnection, tenants: Mapping[str, str]) -> dict[str, Led
     """Read the newest ledger row of each key about several trajectories.
 
     For keys with rows from feedback, the newest row from feedback is read too. Earlier revisions are not read, so an
-    entry
-    that was revised a thousand times costs as much as any other.
+    entry that was revised a thousand times costs as much as any other.
 
     Args:
         tx: the transaction.

@@ -240,8 +240,7 @@ def _weighed_branches(trajectory: Trajectory, branch: Branch) -> int:
     """Return the number of branches among which the weight of the run is divided for `branch`.
 
     For a branch with logprobs, these are the branches with logprobs, because some algorithms train them alone. For a
-    branch
-    without logprobs, these are all branches.
+    branch without logprobs, these are all branches.
     """
     with_logprobs = sum(other.sampled is not None for other in trajectory.branches)
     return with_logprobs if branch.sampled is not None else len(trajectory.branches)

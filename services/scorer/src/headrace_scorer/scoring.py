@@ -283,7 +283,7 @@ class Scoring:
     async def _fitting(
         self, tx: AsyncConnection, now: datetime, jobs: Sequence[Job], free_bytes: int
     ) -> dict[Job, int]:
-        """Choose the leased jobs whose trajectories fit into `free_bytes`, in scoring_job, and end the leases of the
+        """Choose the leased jobs whose trajectories fit into `free_bytes`, in order, and end the leases of the
         others.
 
         The first job is chosen whatever its size, so that each tenant has its turn.

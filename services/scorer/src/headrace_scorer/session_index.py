@@ -126,8 +126,7 @@ class ClosedNeighbours:
 
     async def _last_before(self, turns_until: int | None, trajectories_until: int | None) -> list[ClosedTrajectory]:
         """Return the last captured trajectory that began before the offset `turns_until`, and the last ingested one
-        before
-        `trajectories_until`; neither for an offset of None.
+        before `trajectories_until`; neither for an offset of None.
         """
         table = trajectories.c
         peers: list[ClosedTrajectory] = []

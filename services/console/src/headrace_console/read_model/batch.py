@@ -2,10 +2,8 @@
 
 A batch loads every row that its events may change, applies the events in memory and writes the rows, all in the
 transaction that also stores the positions on the topics. A turn contributes to the counts by its status: a batch adds
-to
-the counts the difference of these contributions after and before it. Applying an event twice, or in another order,
-gives
-the same rows, so a batch may be read again after a crash.
+to the counts the difference of these contributions after and before it. Applying an event twice, or in another order,
+gives the same rows, so a batch may be read again after a crash.
 """
 
 from __future__ import annotations

@@ -69,8 +69,8 @@ async def rewards_by_source(tx: AsyncConnection, tenant: int, since_hour: int) -
 async def common_scores(tx: AsyncConnection, tenant: int, since_ms: int) -> Scores:
     """Return the scores of the newest sessions with rewards in a period, without evaluation sessions.
 
-    A score is a reward from 0 to 1, rounded to the nearest score that raters can give. At most 5,000 scores
-    of the newest 5,000 sessions are read.
+    A score is a reward from 0 to 1, rounded to the nearest score that raters can give. At most 5,000 scores of the
+    newest 5,000 sessions are read.
     """
     sessions, trajectories, rewards = tables.sessions, tables.trajectories, tables.rewards
     newest = select(sessions.c.began_ms)

@@ -252,8 +252,7 @@ class TurnSet(RowSet[TurnRow]):
         """Load the turns with these pairs of a session id and a stored name.
 
         SQLite uses no index for pairs, so each session is searched for each name of a portion. Small portions of sorted
-        pairs
-        limit the number of these searches.
+        pairs limit the number of these searches.
         """
         for part in portions(sorted(set(pairs)), _PAIRS_AT_ONCE):
             sessions, names = {session for session, _ in part}, {name for _, name in part}

@@ -63,10 +63,8 @@ def foreign_share(name: str, thumbed: Sequence[Features], unrated: Sequence[Feat
     """Return the share of the runs with thumbs whose value of a feature is rare among the runs without thumbs.
 
     A feature that was computed from the thumb, or that came with the feedback, has such values. A model would predict
-    its
-    training data from it perfectly, and could not use it for other runs. Values are compared in ten bins with equal
-    numbers
-    of runs with thumbs. A missing value is a bin of its own.
+    its training data from it perfectly, and could not use it for other runs. Values are compared in ten bins with equal
+    numbers of runs with thumbs. A missing value is a bin of its own.
     """
     if len(unrated) < _UNRATED_MIN or not thumbed:
         return 0.0

@@ -184,8 +184,7 @@ def _information(rows_RD: Array, thumbs: Thumbs, right_A: Array, run_weight_R: A
     """Return the Fisher information matrix of the regression weights, given the thumbs of all raters.
 
     A thumb of an unreliable rater adds less information than knowing whether the run is good would add. All thumbs of
-    one
-    run together add at most that much.
+    one run together add at most that much.
     """
     good_R = sigmoid(rows_RD @ weights_D)
     right_T, good_T = right_A[thumbs.rater_T], good_R[thumbs.run_T]

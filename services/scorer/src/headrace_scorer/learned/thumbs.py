@@ -6,9 +6,8 @@ mean. All other priors have the mean 0.
 The model scores a run only if there is evidence for the score. Cross-validation selects the precision of the prior: the
 default, unless held-out thumbs are clearly more probable under another one. If the model does not separate held-out
 thumbs up from thumbs down better than chance, it scores no run. It abstains from runs whose interval is too wide.
-Scores
-are moderated by the uncertainty of the weights: D. J. C. MacKay, The Evidence Framework Applied to Classification
-Networks, Neural Computation 4 (1992) 720.
+Scores are moderated by the uncertainty of the weights: D. J. C. MacKay, The Evidence Framework Applied to
+Classification Networks, Neural Computation 4 (1992) 720.
 
 An agent whose reward depends on features that it controls learns to look good instead of being good. So these features
 are learned together with the others, and replaced by their means in the reward, as the length of answers is in Y.
