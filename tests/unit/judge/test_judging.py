@@ -214,7 +214,7 @@ async def test_a_bug_with_one_run_stops_nobody_else(
 
     async with judge(settings(llm, retry={"attempts_max": 1}), data_dir) as rig:
         with monkeypatch.context() as patch:
-            patch.setattr("headrace_judge.scoring.single", broken)
+            patch.setattr("headrace_judge.scoring.judge_run", broken)
             await rig.bench.deliver(trajectory("bad"))
             (reward,) = await rig.judged()
         await rig.bench.deliver(trajectory("good"))

@@ -175,59 +175,59 @@ UNREADABLE = Unreadable("prose")
     [(1, 1, 0.0), (5, 5, 1.0), (3, 3, 0.5), (5, 1, 0.75), (1, 5, 0.25), (4, 2, (3 * 0.75 + 0.25) / 4)],
 )
 def test_the_value_is_the_weighted_mean_on_0_to_1(a: int, b: int, value: float) -> None:
-    judgement = scoring.single(WEIGHTED_RUBRIC, [scores(a, b, "so")])
+    judgement = scoring.judge_run(WEIGHTED_RUBRIC, [scores(a, b, "so")])
     assert judgement.value == pytest.approx(value)
     assert judgement.criteria == {"a": (a - 1) / 4, "b": (b - 1) / 4}
     assert judgement.reason == "so"
 
 
 def test_samples_count_by_their_median_per_criterion() -> None:
-    judgement = scoring.single(WEIGHTED_RUBRIC, [scores(5, 1), scores(1, 2), scores(2, 5)])
+    judgement = scoring.judge_run(WEIGHTED_RUBRIC, [scores(5, 1), scores(1, 2), scores(2, 5)])
     assert judgement.criteria == {"a": 0.25, "b": 0.25}
-    assert scoring.single(WEIGHTED_RUBRIC, [scores(1, 1), scores(2, 1)]).criteria["a"] == 0.125
+    assert scoring.judge_run(WEIGHTED_RUBRIC, [scores(1, 1), scores(2, 1)]).criteria["a"] == 0.125
 
 
 def test_a_minority_of_samples_may_be_missing() -> None:
-    assert scoring.single(WEIGHTED_RUBRIC, [scores(5, 5), UNREADABLE, scores(5, 5)]).value == 1.0
-    assert scoring.single(WEIGHTED_RUBRIC, [scores(5, 5), UNREADABLE]).outcome == "parse_error"
-    assert scoring.single(WEIGHTED_RUBRIC, [scores(5, 5), ABSTAINS, ABSTAINS]).outcome == "abstained"
-    assert scoring.single(WEIGHTED_RUBRIC, [ABSTAINS]) == Judgement(
+    assert scoring.judge_run(WEIGHTED_RUBRIC, [scores(5, 5), UNREADABLE, scores(5, 5)]).value == 1.0
+    assert scoring.judge_run(WEIGHTED_RUBRIC, [scores(5, 5), UNREADABLE]).outcome == "parse_error"
+    assert scoring.judge_run(WEIGHTED_RUBRIC, [scores(5, 5), ABSTAINS, ABSTAINS]).outcome == "abstained"
+    assert scoring.judge_run(WEIGHTED_RUBRIC, [ABSTAINS]) == Judgement(
         outcome="abstained", reason="the model abstains: cut off"
     )
 
 
 def test_a_winner_in_both_orders_has_won() -> None:
-    judgement = scoring.pair(WEIGHTED_RUBRIC, [scores(1, -1, "better")], [scores(-1, 1, "worse")])
+    judgement = scoring.judge_pair(WEIGHTED_RUBRIC, [scores(1, -1, "better")], [scores(-1, 1, "worse")])
     assert (judgement.value, judgement.criteria) == (1.0, {"a": 1.0, "b": 0.0})
     assert judgement.reason == "better / worse"
-    turned = scoring.swapped(judgement)
+    turned = scoring.swap_runs(judgement)
     assert (turned.value, turned.criteria) == (0.0, {"a": 0.0, "b": 1.0})
 
 
 @pytest.mark.parametrize(("forth", "back"), [(1, 1), (-1, -1), (1, 0), (0, -1)])
 def test_a_winner_that_depends_on_the_order_is_a_tie(forth: int, back: int) -> None:
-    judgement = scoring.pair(WEIGHTED_RUBRIC, [scores(forth, forth)], [scores(back, back)])
+    judgement = scoring.judge_pair(WEIGHTED_RUBRIC, [scores(forth, forth)], [scores(back, back)])
     assert (judgement.outcome, judgement.value, judgement.reason) == ("scored", 0.5, "order")
 
 
 def test_no_preference_in_both_orders_is_a_tie_of_its_own_kind() -> None:
-    assert scoring.pair(WEIGHTED_RUBRIC, [scores(0, 0)], [scores(0, 0)]).reason == "tie"
+    assert scoring.judge_pair(WEIGHTED_RUBRIC, [scores(0, 0)], [scores(0, 0)]).reason == "tie"
 
 
 def test_weights_decide_between_criteria_and_cancel_exactly() -> None:
-    assert scoring.pair(WEIGHTED_RUBRIC, [scores(1, -1)], [scores(-1, 1)]).value == 1.0
+    assert scoring.judge_pair(WEIGHTED_RUBRIC, [scores(1, -1)], [scores(-1, 1)]).value == 1.0
     thirds = WEIGHTED_RUBRIC.model_copy(
         update={"criteria": tuple(Criterion(name=n, description="?", weight=w) for n, w in [("a", 0.1), ("b", 0.3)])}
     )
     tied = Verdict(criteria={"a": 1, "b": -1}, reason="")
-    assert scoring.pair(thirds, [tied], [tied]).reason == "order"
+    assert scoring.judge_pair(thirds, [tied], [tied]).reason == "order"
 
 
 @pytest.mark.parametrize(("bad", "outcome"), [(UNREADABLE, "parse_error"), (ABSTAINS, "abstained")])
 def test_a_pair_needs_both_orders(bad: Verdict | Unreadable, outcome: str) -> None:
-    assert scoring.pair(WEIGHTED_RUBRIC, [scores(1, 1)], [bad]).outcome == outcome
-    assert scoring.pair(WEIGHTED_RUBRIC, [bad], [scores(1, 1)]).outcome == outcome
-    assert scoring.swapped(scoring.pair(WEIGHTED_RUBRIC, [bad], [bad])).value is None
+    assert scoring.judge_pair(WEIGHTED_RUBRIC, [scores(1, 1)], [bad]).outcome == outcome
+    assert scoring.judge_pair(WEIGHTED_RUBRIC, [bad], [scores(1, 1)]).outcome == outcome
+    assert scoring.swap_runs(scoring.judge_pair(WEIGHTED_RUBRIC, [bad], [bad])).value is None
 
 
 def decided(value: float, reason: str = "") -> Judgement:

@@ -1,9 +1,9 @@
-"""Builds the branches of a run: a turn continues another turn only by exact token prefix.
+"""Builds the branches (token sequences) of a run: a turn continues another turn only by an exact token prefix.
 
-Each choice of a turn is a node. Its parent is the node with the longest token sequence that is a prefix of its turn's
-prompt. So a rewritten history, a compaction or a sub-agent starts a new sequence. At a fork, the child with the longest
-continuation that has logprobs extends the sequence. Each other child starts a new sequence that repeats the prefix as
-context. So a sampled token lies in exactly one span of exactly one branch.
+Each choice of a turn is a node. Its parent is the node with the longest token sequence that is a prefix of the prompt
+of the node's turn. So a rewritten history, a compaction or a sub-agent starts a new sequence. At a fork, the child with
+the longest continuation that has logprobs extends the sequence. Each other child starts a new sequence that repeats the
+prefix as context. So a sampled token lies in exactly one span of exactly one branch.
 """
 
 from __future__ import annotations
@@ -87,11 +87,12 @@ def _roots(nodes: Sequence[_Node]) -> list[_Node]:
 
 
 def _parent(node: _Node, by_end: Mapping[int, Sequence[_Node]], continued: Counter[int]) -> _Node | None:
-    """Return the node whose sequence is the longest prefix of the prompt of `node`; None without one.
+    """Return the node whose sequence is the longest prefix of the prompt of `node`, or None without one.
 
-    Equal parallel samples are continued in turn.
+    Among nodes with equal sequences, the one that was continued least is chosen.
 
     Args:
+        node: a choice of a turn.
         by_end: all nodes by the vertex at which their sequence ends.
         continued: number of times that each node was continued.
     """
@@ -125,9 +126,9 @@ def _branch(sequence: Sequence[_Node]) -> Branch:
 
 
 def _span(node: _Node, grammars: dict[TokenGrammar, int]) -> Span:
-    """Return the span of a choice. A grammar that is new to the branch is added to `grammars` with its index.
+    """Return the span of a choice. If its grammar is new to the branch, add it to `grammars` with the next index.
 
-    A choice with stored token sets gets no grammar, because the sets contain its effect.
+    A choice with stored token sets gets no grammar, because the sets already contain the grammar's effect.
     """
     turn, choice, no_logprobs = node.turn, node.choice, node.no_logprobs
     sampled = no_logprobs is None

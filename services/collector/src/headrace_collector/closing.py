@@ -1,4 +1,4 @@
-"""Closes runs of a session: their open turns and feedback become trajectories."""
+"""Closing of runs: the open turns and the feedback of a run become a trajectory."""
 
 from __future__ import annotations
 
@@ -52,15 +52,17 @@ def build_trajectory(
 
     Args:
         superseded: ids of turns that a retry replaced.
-        about_run: feedback that lists turns of the run. The last one wins, also over `about_session`.
-        about_session: feedback without listed turns. The last one wins.
+        about_run: feedback that lists turns of the run. For each field the last event decides, before those in
+            `about_session`.
+        about_session: feedback without listed turns, of which the last event decides.
         models: number of models that the run called.
-        is_side_call: whether its calls are no part of the client's task. Then only feedback about the run trains it.
+        is_side_call: whether its calls are no part of the client's task. Then only feedback about the run itself trains
+            it.
         turns_from: offset of its first turn on `turns`.
         prompts: the prompts of the turns; by default they are built from the turns.
 
     Raises:
-        ValidationError: the run does not fit an event. The bounds in the settings prevent this.
+        ValidationError: the run exceeds a bound of events, which the bounds in the settings normally prevent.
     """
     ordered, first = turns, turns[0]
     prompts = prompts or Prompts(turns)
@@ -107,7 +109,7 @@ def _last_value(sources: Sequence[Sequence[Turn] | Sequence[Feedback]], field: s
 
 
 def _tools(offers: Sequence[Sequence[Tool]]) -> tuple[Tool, ...]:
-    """Return every tool that the run was offered, with the last of several definitions."""
+    """Return all tools that were offered in the run. If a tool has several definitions, return the last one."""
     by_name: dict[str, Tool] = {}
     for offer, earlier in zip(offers, [None, *offers], strict=False):
         if offer is not earlier:  # turns that extend each other share the same object
@@ -117,7 +119,7 @@ def _tools(offers: Sequence[Sequence[Tool]]) -> tuple[Tool, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RunWithFeedback:
-    """An open run that may be closed, with its feedback."""
+    """An open run of a session, with the feedback that lists its turns and the feedback about the session."""
 
     run: SessionRun
     listed: Sequence[Feedback]
@@ -188,7 +190,7 @@ async def find_open_runs(
     turns: Sequence[TurnFacts],
     feedback: Sequence[OrderedFeedback],
 ) -> Sequence[SessionRun]:
-    """Divide the open turns of a session into runs (attempts at a task), each a conversation of its own.
+    """Divide the open turns of a session into runs (attempts at a task), usually one for each conversation.
 
     Message contents are read from the database only if digests do not suffice to separate the conversations.
     """
@@ -236,8 +238,9 @@ async def _close(
 async def _refuse_unresolved(
     tx: AsyncConnection, now: datetime, prompts: Prompts, turn_ids: Collection[str]
 ) -> list[Event]:
-    """Close those turns of a run whose prompt cannot be restored, because the turn they extend is missing. Return their
-    dead letters.
+    """Close the turns of a run whose prompt cannot be restored, and return their dead letters.
+
+    The prompt of a turn that extends another turn needs this other turn, which is missing here.
     """
     letters: list[Event] = []
     for turn_id in sorted(prompts.unresolved.keys() & set(turn_ids)):

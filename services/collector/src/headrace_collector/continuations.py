@@ -1,4 +1,4 @@
-"""Answers that a turn of a session may continue, and the choice among equal ones."""
+"""Answers that a turn of a session may continue, and the choice among equal answers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _Candidate = tuple[bool, int, int, str, int, TurnFacts]
 
 
 class EqualReplies:
-    """Answers to equal conversations, of which a turn continues one.
+    """Answers to equal conversations, among which the parent of a new turn is chosen.
 
-    Answers that no content tells apart are in one heap.
+    Answers that have equal tokens and tool call ids share one heap.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class EqualReplies:
         self._new_turn_ids: list[str] = []
 
     def add(self, turn: TurnFacts, choice: int, label: Label, content: TurnContent | None) -> None:
-        """Add an answer and the label of its turn."""
+        """Add an answer, with the label of the run to which its turn belongs."""
         self.labels.add(label)
         self._new_turn_ids.append(turn.turn_id)
         evidence = None if content is None else (content.sequences[choice], content.call_ids(choice))
@@ -40,7 +40,7 @@ class EqualReplies:
         heappush(self._heaps[evidence], candidate)
 
     def take_new_turn_ids(self) -> list[str]:
-        """Return the ids of the turns that were added since the last call."""
+        """Return the ids of the turns that were added since the last call of this method."""
         turn_ids, self._new_turn_ids = self._new_turn_ids, []
         return turn_ids
 
@@ -49,7 +49,7 @@ class EqualReplies:
 
         Args:
             content: content of the turn, as far as it is known.
-            continued: number of turns that continue an answer already.
+            continued: number of turns that already continue each answer.
         """
         by_evidence: dict[tuple[int, int], list[list[_Candidate]]] = defaultdict(list)
         for evidence, heap in self._heaps.items():

@@ -1,8 +1,8 @@
-"""Ends of sessions, which wait for the turns that were sent before them (docs/decisions/0002).
+"""Requests to end sessions, which wait for the turns that were sent before them (docs/decisions/0002).
 
-An end call, feedback that ends its session, a commit, idleness: each is a row in `ends` with the end offsets of `turns`
-and `feedback` at that time. It takes effect once the collector has processed these offsets. So it cannot overtake a
-turn, and it may arrive before any turn of its session.
+An end call, feedback that ends its session, a commit and idleness each add a row to the table `ends`, with the end
+offsets of `turns` and `feedback` at that time. The end takes effect once the collector has processed these offsets. So
+it cannot overtake a turn, and it may arrive before any turn of its session.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AT_ONCE_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Row of the table `ends`: the end of a session, or of all sessions of a tenant if it has no session key."""
+    """Row of the table `ends`: a request to end one session or, without a session key, all sessions of a tenant."""
 
     tenant: str
     session_key: str | None
@@ -47,7 +47,7 @@ class End:
 
 
 async def store_ends(tx: AsyncConnection, now: datetime, *new_ends: End) -> None:
-    """Store ends of sessions. They close the sessions once the collector has processed the records before them."""
+    """Store requests to end sessions. They take effect once the collector has processed the records before them."""
     rows = [
         {
             "tenant": end.tenant,
@@ -70,10 +70,10 @@ async def store_ends(tx: AsyncConnection, now: datetime, *new_ends: End) -> None
 async def apply_ends(
     tx: AsyncConnection, now: datetime, settings: CollectorSettings, started: datetime
 ) -> Sequence[Event]:
-    """Apply the ends that are due, the oldest first, and return the trajectories.
+    """Apply the ends that are due, the oldest first, and return the trajectories of the runs that they close.
 
     Args:
-        started: time at which this process started. Time before it does not make an end overdue.
+        started: time at which this process started. Only time after it counts towards the maximum wait of an end.
     """
     due_ends = await _load_due_ends(tx, now, started)
     if not due_ends:
@@ -128,8 +128,8 @@ async def _load_due_ends(tx: AsyncConnection, now: datetime, started: datetime) 
 async def _replace_by_session_ends(tx: AsyncConnection, row: RowMapping) -> None:
     """Replace the request to end all sessions of a tenant by one request for each open session of its partition.
 
-    Sessions without unused feedback are not ended. A session that already has such a request gets no second one;
-    otherwise repeated commits would delay all other ends.
+    Only sessions with feedback that no closed run has used are ended. A session that already has such a request gets no
+    second one, so that repeated commits do not delay all other ends.
     """
     names = ["tenant", "session_key", "partition", "turns_until", "feedback_until", "reason", "before_ms", "at_ms"]
     constants = {name: literal(row[name], ends.c[name].type) for name in names if name != "session_key"}
@@ -147,7 +147,11 @@ async def _replace_by_session_ends(tx: AsyncConnection, row: RowMapping) -> None
 
 
 def _ending_sessions(row: RowMapping) -> Select[tuple[str]]:
-    """Return the query of the sessions with an end that closes at least the runs that the tenant's end `row` closes."""
+    """Return a query for sessions that already have an end which closes at least the runs that `row` closes.
+
+    Args:
+        row: the end of all sessions of a tenant.
+    """
     before_ms = row["before_ms"]
     covers = ends.c.before_ms.is_(None)
     if before_ms is not None:

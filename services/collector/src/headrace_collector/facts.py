@@ -1,8 +1,9 @@
-"""The facts about a turn that determine its run, and the digests that show that it continues another turn.
+"""Facts about a turn that determine its run, and the digests that show that it continues another turn.
 
 Clients change the history that they send back: `content` null or empty, other spaces in tool arguments, added names,
 missing reasoning and ids. So only role, text, and the functions and arguments of tool calls are compared. System
-prompts are left out of conversations: they may hold a clock or the state of a directory, which change with each call.
+prompts are left out of conversations, because they may contain a clock or the state of a directory, which change with
+each call.
 
 Several conversations may be equal, and clients send some answers back in another form: with the stop string that the
 engine cut, without spaces at the ends or without the reasoning, or with a tool call written as text.
@@ -50,7 +51,7 @@ def prefix_digests(messages: Iterable[Message], history: bytes = b"") -> tuple[b
 def conversation_digest(prefixes: Sequence[bytes], history: bytes = b"") -> bytes:
     """Return the digest of a whole conversation, given its `prefix_digests`.
 
-    It is that of the last message that is no system message, or `history` without one.
+    It is the prefix digest of the last message that is no system message, or `history` if there is none.
     """
     return next((digest for digest in reversed(prefixes) if not digest[0] & _IS_SYSTEM), history)
 
@@ -115,11 +116,11 @@ class TurnContent:
         return frozenset(call.id for message in messages for call in message.tool_calls or ())
 
     def shared_bytes(self, history: bytes) -> int:
-        """Return the size in bytes of the tokens `history` if the prompt begins with them; else 0."""
+        """Return the size in bytes of the tokens `history` if the prompt begins with them, otherwise 0."""
         return len(history) if self.prompt.startswith(history) else 0
 
     def shared_calls(self, ids: Collection[str]) -> int:
-        """Return how many of the tool calls with these ids the answers in this conversation contain."""
+        """Return the number of tool calls with these ids in the answers of this conversation."""
         if not ids:
             return 0
         answers = [message for message in self.messages if message.role == "assistant"]
@@ -128,7 +129,7 @@ class TurnContent:
     def rewrites(self, parent: TurnContent, choice: int, position: int) -> bool:
         """Return whether the message at `position` is the parent's answer in another form.
 
-        That requires that the messages before it are the parent's prompt.
+        The messages before it must be the parent's prompt.
         """
         echo, answer = self.messages[position], parent.answers[choice]
         if echo.role != "assistant":
@@ -172,7 +173,7 @@ class TurnFacts:
     """Its offset on `turns`, which orders turns independently of all clocks."""
     time_ms: int
     seen_ms: int
-    """When this service first processed it."""
+    """Time at which this service first processed the turn."""
     completions: int
     tokens: int
     """Length of its longest branch: the prompt and the longest completion."""
@@ -242,9 +243,9 @@ def turn_facts(turn: Turn, seen: datetime, log_offset: int, shared: SharedHistor
     """Compute the facts about a turn.
 
     Args:
-        seen: time at which this service first processed it.
-        log_offset: its offset on `turns`.
-        shared: the part of its prompt that the extended turn has stored.
+        seen: time at which this service first processed the turn.
+        log_offset: offset of the turn on `turns`.
+        shared: the part of its prompt that is stored with the turn that it extends.
     """
     answer = () if shared.answer is None else (shared.answer,)
     prefixes = answer + prefix_digests(turn.messages, shared.answer or shared.digest)

@@ -1,4 +1,4 @@
-"""Matches feedback with the runs of a session."""
+"""Matching of feedback with the runs of a session."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace_schemas import Feedback
 
 @dataclass(frozen=True, slots=True)
 class OrderedFeedback:
-    """Feedback with its position in the log, which orders feedback by the time of its acknowledgement."""
+    """Feedback with its position in the log, by which it is ordered."""
 
     event: Feedback
     log_offset: int
@@ -23,7 +23,7 @@ class OrderedFeedback:
 
 
 def listings_in(feedback: Sequence[OrderedFeedback]) -> list[RunListing]:
-    """Return a listing for each feedback that lists the turns of a run."""
+    """Return a listing for each feedback event that lists the turns of a run."""
     return [
         RunListing(frozenset(item.event.msg_ids), item.event.task_id, item.event.run_id, item.log_offset)
         for item in feedback
@@ -39,7 +39,7 @@ def feedback_about_run(run: SessionRun, feedback: Sequence[OrderedFeedback]) -> 
 def feedback_about_session(run: SessionRun, feedback: Sequence[OrderedFeedback], began: int) -> list[Feedback]:
     """Return the feedback without listed turns that applies to a run.
 
-    It applies to all runs that had begun when it was given, or else to the session's first run.
+    It applies to all runs that had begun when it was sent or, if none had, to the session's first run.
 
     Args:
         began: offset of the session's first turn. Feedback from before it is about an earlier run.
@@ -55,7 +55,7 @@ def feedback_about_session(run: SessionRun, feedback: Sequence[OrderedFeedback],
 def settled_feedback_ids(
     feedback: Sequence[OrderedFeedback], open_runs: Sequence[SessionRun], closed: Iterable[TurnFacts]
 ) -> list[str]:
-    """Return the ids of feedback that can apply to no later run.
+    """Return the ids of feedback that can apply to no open and no later run.
 
     Args:
         open_runs: the runs of the session that stay open.

@@ -1,4 +1,4 @@
-"""Handlers of the collector. Their effects depend only on the event and the tables."""
+"""Stream handlers of the collector. Their effects depend only on the event and the tables."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ too."""
 class Collector:
     """Stream handlers of the collector.
 
-    `started` is the time at which this process started: the time while the collector was away makes no run idle or
+    `started` is the time at which this process started: time before it does not count when runs become idle or ends
     overdue.
     """
 
@@ -54,7 +54,8 @@ class Collector:
         """Store a turn. If its session has become too large, close the runs that were idle for longest.
 
         Raises:
-            InvalidEvent: the turn is too long, is not of the session that it names, or extends an unknown turn.
+            InvalidEvent: the turn is too long, does not belong to the session that it names, or extends an unknown
+                turn.
         """
         _check_session(turn)
         _check_size(turn)
@@ -68,7 +69,7 @@ class Collector:
         return await close_runs(handling.tx, handling.now, self.settings, key, tenant, "limit", self._surplus_runs)
 
     async def on_feedback(self, feedback: Feedback, handling: Handling) -> Sequence[Event]:
-        """Store feedback until its run closes, and the end of its session if it requests one.
+        """Store feedback until its run is closed. If the feedback ends its session, store this request too.
 
         Feedback about a task is ignored.
         """
@@ -100,11 +101,11 @@ class Collector:
         return []
 
     async def on_session_end(self, end: SessionEnd, handling: Handling) -> Sequence[Event]:
-        """Store a request to end a session or all sessions of a tenant; it takes effect when the turns before it were
-        read.
+        """Store a request to end a session or all sessions of a tenant; the request takes effect once the turns before
+        it were processed.
 
         Raises:
-            InvalidEvent: it names a session without its key.
+            InvalidEvent: the event names a session without its key.
         """
         if end.scope == "session" and end.session_key is None:
             raise InvalidEvent("invalid_event", "session_key: is missing; the end of a session needs it")
@@ -137,7 +138,8 @@ class Collector:
         """Return the runs to close in a session that is too large.
 
         These are runs that are too large themselves, and older runs that do not fit, with the newest run, into half of
-        the bounds on completions and on new tokens. Half leaves room, so that not every turn closes a run.
+        the bounds on completions and on new tokens. Half of the bounds remain free, so that not every further turn
+        closes a run.
         """
         surplus: list[RunWithFeedback] = []
         remaining: list[SessionRun] = []

@@ -1,8 +1,8 @@
-"""Prompts of the turns of a session, each token and message stored once.
+"""Prompts of the turns of a session, with each token and message stored once.
 
-Token sequences are paths of a radix tree, so that turns that extend each other share their beginning, and whether one
-sequence is a prefix of another is seen at their vertices. A turn that extends another begins at that turn's vertex;
-a whole turn begins at the root. So the work is in proportion to the content of the turns.
+Token sequences are paths of a radix tree, so turns that extend each other share their beginning, and a sequence is a
+prefix of another if its vertex is an ancestor of the other's. A turn that extends another begins at that turn's vertex;
+a whole turn begins at the root. So the work is proportional to the content of the turns.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class _Prompt:
 
 
 class Prompts:
-    """Prompts of turns in a radix tree. Some turns extend others and contain only the rest of their prompt.
+    """Prompts of turns in a radix tree. A turn may extend an earlier one and contain only the rest of its prompt.
 
-    `unresolved` maps each turn with a reference that cannot be followed to the problem. These turns have no prompt.
+    `unresolved` maps the id of each turn whose prompt cannot be built to the reason.
     """
 
     def __init__(self, turns: Iterable[Turn]) -> None:
@@ -129,7 +129,7 @@ class Prompts:
             waiting = later
 
     def add(self, turn: Turn) -> None:
-        """Add a turn. Turns that it may extend must be added before."""
+        """Add a turn. The turn that it extends, if any, must have been added before."""
         self._add(turn, set())
 
     def __contains__(self, turn_id: object) -> bool:
@@ -182,7 +182,9 @@ class Prompts:
         return prompt.turn.model_copy(update=changes)
 
     def _add(self, turn: Turn, waiting: set[str]) -> bool:
-        """Add a turn. Return False if it extends one of the `waiting` turns, which was not added yet."""
+        """Add a turn and return True, or return False if it extends one of the `waiting` turns, which are not added
+        yet.
+        """
         reference = turn.extends
         base = None if reference is None else self._prompts.get(reference.turn_id)
         start = self._root
@@ -206,7 +208,7 @@ def _end(base: _Prompt, reference: TurnReference) -> Vertex:
 
 
 def _reference_problem(base: _Prompt, reference: TurnReference) -> str | None:
-    """Return why a reference to the turn `base` cannot be followed, or None if it can."""
+    """Return why a turn cannot extend the turn `base` as its reference demands, or None if it can."""
     if reference.choice >= len(base.answers):
         return f"turn {reference.turn_id} has no choice {reference.choice}"
     end = _end(base, reference)

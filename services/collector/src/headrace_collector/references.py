@@ -1,7 +1,8 @@
-"""Turns that extend an earlier turn: the history that they share, and turns that must be stored whole.
+"""Turns that extend an earlier turn: the history that they share, and when they are stored with the whole prompt.
 
-An open turn extends open turns alone, and their content is stored as long as its own. A turn that extends a closed turn
-is stored whole when it arrives, and the open turns that extend a turn are stored whole when that turn is closed.
+An open turn extends only open turns, whose content is stored at least as long. A turn that extends a closed turn is
+stored with its whole prompt when it arrives. When a turn is closed, the open turns that extend it are stored with their
+whole prompts.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ async def resolve(tx: AsyncConnection, turn: Turn) -> tuple[Turn, SharedHistory]
         The turn as it is to be stored, and the history that it shares with the extended turn.
 
     Raises:
-        InvalidEvent: `unresolved_turn`, its session has no such turn, or the reference does not fit it.
+        InvalidEvent: `unresolved_turn`: the session has no such turn, or the turn lacks the referenced choice, messages
+            or tokens.
     """
     reference = turn.extends
     if reference is None:
@@ -58,7 +60,7 @@ async def resolve(tx: AsyncConnection, turn: Turn) -> tuple[Turn, SharedHistory]
 async def detach_open_turns(tx: AsyncConnection, session_key: str) -> None:
     """Store open turns of a session that extend a closed turn with their whole prompts.
 
-    Unresolved ones remain as they are.
+    Turns whose prompt cannot be restored are not changed.
     """
     closed = turns.alias()
     query = (

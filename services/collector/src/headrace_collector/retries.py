@@ -1,5 +1,7 @@
-"""Finds requests that a client repeated, among the turns of a session. Pure functions; the order of arrival makes no
-difference."""
+"""Detection of requests that a client repeated, among the turns of a session.
+
+Pure functions; the order of arrival makes no difference.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +14,17 @@ from headrace_collector.facts import TurnFacts
 
 
 def superseded_turns(turns: Sequence[TurnFacts]) -> dict[str, str]:
-    """Return the turns that a retry replaced, each with the id of the retry.
+    """Return the turns that a retry of the same request replaced: id of the turn to id of the retry.
 
     A retry has the digest of the request that it repeats and a higher retry count, and replaces at most one turn:
     parallel samples have equal digests too, and all of them stay. An answer that the client continued was not
     superseded. Among several possible turns, the undelivered one is taken, else the one that was captured last.
 
-    Each turn costs the logarithm of their number, because a client may send any number of equal requests.
+    The work for each turn is logarithmic in their number, because a client may send any number of equal requests.
 
     Clients that do not count their retries are recognised by `repeats`, which the gateway sets where the client may not
-    have got the answer. If it was delivered, only the conversation of a named session shows that the client used the
-    answer to the repeated request and not the first one.
+    have got the answer. If the first answer was delivered, only a later turn of a named session can show that the
+    client used the second answer instead.
     """
     continued = {digest for turn in turns for digest in turn.prefixes}
     retries: dict[str, str] = {}
@@ -45,7 +47,7 @@ _Rated = tuple[bool, int, int, int, str]
 
 
 class _Attempts:
-    """Attempts at one request, of which a retry replaces the best one that it may replace."""
+    """Earlier attempts at one request, from which the one that a retry replaces is chosen."""
 
     def __init__(self, continued: Set[bytes], turn_ids: Sequence[str]) -> None:
         self._continued = continued
@@ -65,7 +67,8 @@ class _Attempts:
     def take(self, retry: TurnFacts) -> str | None:
         """Remove and return the turn that `retry` replaces.
 
-        A continued answer may be replaced if the answer to the retry is equal, because it may have been the used one.
+        A continued answer may be replaced if the answer to the retry is equal, because the client may have continued
+        the latter.
         """
         replies = set(retry.replies)
         heaps = [self._unused]

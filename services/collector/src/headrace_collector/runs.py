@@ -1,4 +1,4 @@
-"""Divides the turns of a session into runs, and finds side calls that are no part of its task.
+"""Division of a session's turns into runs, and detection of side calls, which are no part of the client's task.
 
 Pure functions; the order of arrival makes no difference. No step costs more than the logarithm of the number of turns:
 a session may have thousands, and a client may send equal ones.
@@ -20,8 +20,8 @@ from headrace_schemas.events.trajectory import NO_TOOLS
 def side_call_ids(turns: Sequence[TurnFacts]) -> frozenset[str]:
     """Return the ids of the turns of a session that are side calls.
 
-    The gateway's guess holds if the session has calls with tools, and if none of these begins with the message that the
-    call begins with, which is the system prompt in most cases.
+    The gateway marks calls that look like side calls. A mark for the lack of tools is accepted only if the session has
+    unmarked calls and none of these begins with the same message, which is the system prompt in most cases.
     """
     first_messages = {turn.opening for turn in turns if turn.side_call is None}
     return frozenset(
@@ -62,7 +62,10 @@ class SessionRun:
 
 @dataclass(frozen=True, slots=True)
 class RunPartition:
-    """The open runs of a session, the oldest first. `ties` are turns that only their content can assign to a run."""
+    """The open runs of a session, the oldest first.
+
+    `ties` are ids of turns that can be assigned to a run only by the contents of messages.
+    """
 
     runs: tuple[SessionRun, ...]
     ties: frozenset[str]
@@ -106,7 +109,8 @@ def partition_runs(
 class _RunAssignment:
     """Union-find structure that assigns the turns of a session to runs (attempts at a task).
 
-    Turns with equal labels belong to one run; call `assign` with the turns in their `order`.
+    `assign` returns the label of a turn's run, so turns with equal labels belong to one run; call `assign` with the
+    turns in their `order`.
     """
 
     def __init__(
@@ -153,7 +157,7 @@ class _RunAssignment:
         return ("named", turn.task_id, turn.run_id, turn.agent) if turn.run_id else None
 
     def _may_be_joined(self, turn_id: str) -> bool:
-        """Return whether other turns may join the run of this turn. A run that a feedback lists is exact."""
+        """Return whether other turns may join the run of this turn. Runs that feedback lists are complete."""
         return self._explicit or turn_id not in self._listed
 
     def _inherited_label(self, turn: TurnFacts) -> Label:
@@ -172,12 +176,13 @@ class _RunAssignment:
         return ("starts", turn.turn_id)
 
     def _equal_parent(self, turn: TurnFacts, prefix: bytes) -> Reply | None:
-        """Return the best of the answers that equal a message of `turn`, or None without one.
+        """Return the best of the answers that equal a message of `turn`, or None if there is none.
 
-        The first of these criteria that differs decides: tool calls of the conversation, length of the exact token
-        prefix, whether its run is open, and the number of turns that continue it already.
+        The first of these criteria that differs decides: number of shared tool calls, length of the exact token prefix,
+        whether the run is open, and the number of turns that continue the answer already.
 
         Args:
+            turn: the turn.
             prefix: digest of the prefix that ends with the message.
         """
         replies = self._by_reply.get(self._conversation(turn, prefix))
@@ -188,7 +193,7 @@ class _RunAssignment:
         return replies.best(self._contents.get(turn.turn_id), self._continued)
 
     def _rewritten_parent(self, turn: TurnFacts, position: int, before: bytes) -> Reply | None:
-        """Return the best of the answers that a message of `turn` may rewrite, or None without one.
+        """Return the best of the answers of which a message of `turn` may be another form, or None if there is none.
 
         Args:
             position: position of the message in the turn's prompt.
@@ -224,7 +229,7 @@ _Conversation = tuple[bytes, str | None, bool]
 
 @dataclass(frozen=True, slots=True)
 class RunListing:
-    """Turns that one feedback lists as a run, and the ids of task and run that it names."""
+    """Ids of the turns that one feedback event lists as a run, and the task id and the run id in it."""
 
     turn_ids: frozenset[str]
     task_id: str | None
@@ -240,12 +245,13 @@ class RunListing:
 
 
 def run_ids_by_turn(listings: Sequence[RunListing]) -> dict[str, str]:
-    """Return the run id of each turn whose listings name one. The last listing wins."""
+    """Return, by turn id, the run id that feedback listing the turn names. The last listing decides."""
     return {turn: listing.run_id for listing in _ordered(listings) if listing.run_id for turn in listing.turn_ids}
 
 
 def groups_by_turn(listings: Sequence[RunListing]) -> dict[str, str]:
-    """Return for each listed turn the smallest turn id of its group, which stands for a run.
+    """Group turns that feedback lists together, and return for each turn the smallest turn id in its group as the
+    group's id.
 
     Listings that overlap are one group. Equal run ids do not make a group, because clients count their runs from 0
     again. A listing with another run id than the listings that it overlaps takes its turns out of their group.
@@ -274,7 +280,7 @@ def groups_by_turn(listings: Sequence[RunListing]) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _ListedGroup:
-    """Turns of listings that overlap, the number of the last of these, and the run that it names."""
+    """Turns of listings that overlap, with the number of the last of these listings and the listing itself."""
 
     turn_ids: set[str]
     number: int

@@ -25,8 +25,8 @@ stream = StreamTables(metadata)
 def _partial(name: str, *columns: str, where: str) -> Index:
     """Return a partial index, for the few rows that a timer looks for.
 
-    A query uses it only when its own condition is spelled like `where`, without a parameter in it (`IS_OPEN`,
-    `IS_OVER`).
+    The database uses it only for queries whose condition is written exactly like `where`, without a parameter
+    (`IS_OPEN`, `IS_OVER`).
     """
     return Index(name, *columns, sqlite_where=text(where), postgresql_where=text(where))
 

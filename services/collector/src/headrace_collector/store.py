@@ -107,7 +107,10 @@ async def _open(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: in
 
 @cache
 def _open_turn_statement(dialect: str) -> Any:
-    """Return the statement that adds a turn to its session's row. An open session keeps the time of its idle check."""
+    """Return the statement that adds a turn to its session's row.
+
+    If the session is open, its idle check is not moved.
+    """
     insert: Any = (sqlite.insert if dialect == "sqlite" else postgresql.insert)(sessions)
     new = insert.excluded
     summed = {name: sessions.c[name] + new[name] for name in _SUMMED}
@@ -126,13 +129,13 @@ def _open_turn_statement(dialect: str) -> Any:
 
 
 async def lock_session(tx: AsyncConnection, session_key: str) -> RowMapping | None:
-    """Return the session's row, locked until this transaction ends; None if there is none."""
+    """Return the session's row, locked until this transaction ends, or None if the session is not stored."""
     query = select(sessions).where(sessions.c.session_key == session_key).with_for_update()
     return (await tx.execute(query)).mappings().one_or_none()
 
 
 async def facts_of_session(tx: AsyncConnection, session_key: str, since_ms: int) -> list[TurnFacts]:
-    """Return the facts about every open turn of a session, and about its last turns that were closed since `since_ms`.
+    """Return the facts about all open turns of a session and about its newest turns closed since `since_ms`.
 
     The number of closed turns is limited, because a session key may be in use for ever.
     """
@@ -186,7 +189,7 @@ def _share_token_objects(turn: Turn, shared: dict[int, int]) -> Turn:
 
 
 async def load_payloads(tx: AsyncConnection, turn_ids: Collection[str]) -> list[tuple[str, str, bytes | None]]:
-    """Return id, session key and stored content of each turn. The content need not be readable."""
+    """Return the id, the session key and the stored content of each turn, without parsing the content."""
     columns = turns.c.turn_id, turns.c.session_key, turns.c.payload
     rows = await tx.execute(select(*columns).where(turns.c.turn_id.in_(turn_ids)).order_by(turns.c.place))
     return [(row.turn_id, row.session_key, row.payload) for row in rows]
@@ -209,8 +212,8 @@ async def load_contents(tx: AsyncConnection, turn_ids: Collection[str]) -> Conte
 async def feedback_of_session(
     tx: AsyncConnection, session_key: str, tenant: str, since_ms: int
 ) -> list[OrderedFeedback]:
-    """Return the feedback that may concern an open run of the session, or did so since `since_ms`, in the order of
-    the log.
+    """Return the feedback that may apply to an open run of the session, or was last used since `since_ms`, in log
+    order.
 
     Of more than `_FEEDBACK_MAX` events or `_FEEDBACK_BYTES_MAX` bytes the newest count: feedback may wait for turns for
     minutes, and a session may get any number of it.
@@ -242,7 +245,9 @@ def _ordered(rows: Iterable[Any], tenant: str) -> list[OrderedFeedback]:
 
 
 def read_feedback(payload: bytes) -> Feedback | None:
-    """Parse stored feedback. None if it breaks a rule that an older release did not have; then it does not count."""
+    """Parse stored feedback. Return None if an older release accepted it but it breaks a present rule; such feedback is
+    ignored.
+    """
     try:
         return Feedback.from_stored(payload)
     except InvalidEvent as error:
@@ -257,9 +262,7 @@ async def close_turns(tx: AsyncConnection, turn_ids: Collection[str], trajectory
 
 
 async def mark_used(tx: AsyncConnection, event_ids: Collection[str], now: datetime) -> None:
-    """Mark stored feedback, by its event ids, as no longer needed by any open or later run, so that it can be
-    deleted.
-    """
+    """Mark stored feedback as not needed by any open or later run, so that it is deleted after its retention."""
     if event_ids:
         used = update(feedback).where(feedback.c.event_id.in_(event_ids), feedback.c.used_ms.is_(None))
         await tx.execute(used.values(used_ms=epoch_ms(now)))
@@ -268,7 +271,7 @@ async def mark_used(tx: AsyncConnection, event_ids: Collection[str], now: dateti
 async def update_open_size(
     tx: AsyncConnection, session_key: str, open_runs: Iterable[SessionRun], idle_ms: int
 ) -> None:
-    """Store in the session's row the size of its runs that remain open."""
+    """Store the total size of the session's open runs in its row."""
     runs: Sequence[SessionRun] = list(open_runs)
     size = SessionSize.of(runs)
     values = {

@@ -31,7 +31,7 @@ _AT_ONCE_MAX = 50
 async def close_surplus_sessions(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:
     """Close sessions if there are more than `open_sessions_max`, and set the gauges.
 
-    The tenants with the most open sessions lose those that were idle for longest, so that no tenant can end the
+    Of the tenants with the most open sessions, those idle for longest are closed, so that no tenant can end the
     sessions of another one.
     """
     count = await count_rows(tx, IS_OPEN, sessions, settings.open_sessions_max + _SURPLUS_AT_ONCE_MAX)
@@ -56,8 +56,8 @@ async def _surplus_sessions(tx: AsyncConnection, surplus: int) -> list[RowMappin
 
 
 def divide_surplus(counts: Mapping[str, int], surplus: int) -> dict[str, int]:
-    """Return how many of `surplus` sessions each tenant loses: tenants with the most lose sessions until they have
-    equally many.
+    """Return how many sessions to close for each tenant, `surplus` in total, from the tenants with the most open
+    sessions.
 
     Args:
         counts: number of open sessions of each tenant, together at least `surplus`.
@@ -74,7 +74,7 @@ def divide_surplus(counts: Mapping[str, int], surplus: int) -> dict[str, int]:
 
 
 async def delete_old_rows(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:
-    """Delete the content of closed turns after `retention_s` and their rows after `remember_s`, in batches."""
+    """Delete the content of closed turns after `retention_s` and their rows after `remember_s`, one batch per call."""
     dropped = epoch_ms(now - timedelta(seconds=settings.retention_s))
     forgotten = epoch_ms(now - timedelta(seconds=settings.remember_s))
     closing_time, feedback_time, session_time = turns.c.closed_ms, feedback.c.at_ms, sessions.c.seen_ms
@@ -90,8 +90,7 @@ async def delete_old_rows(tx: AsyncConnection, now: datetime, settings: Collecto
 
 
 async def check_feedback_targets(tx: AsyncConnection, now: datetime, settings: CollectorSettings) -> Sequence[Event]:
-    """Check whether feedback that has waited for `feedback_wait_s` refers to a known turn or session; dead-letter it if
-    not.
+    """Dead-letter feedback that has waited for `feedback_wait_s` and refers to no known turn or session.
 
     Only the oldest feedback is checked: where a partition of `turns` lags, all later feedback waits with it.
     """
@@ -135,13 +134,13 @@ async def check_feedback_targets(tx: AsyncConnection, now: datetime, settings: C
 
 
 async def _delete_feedback(tx: AsyncConnection, row: RowMapping) -> None:
-    """Delete feedback and the id by which it counts as seen, so that its dead letter may be retried."""
+    """Delete feedback and the id by which duplicates are recognised, so that its dead letter can be retried."""
     await tx.execute(delete(feedback).where(feedback.c.event_id == row["event_id"]))
     await tx.execute(delete(stream.seen).where(stream.seen.c.event_id == row["event_id"]))
 
 
 def _record(row: RowMapping, event: Feedback) -> Record:
-    """Return feedback as the record that was on the bus, so that it keeps its offset when it is retried."""
+    """Return stored feedback as the record that was on the bus, so that a retry keeps its offset."""
     envelope = Envelope.of(event, "collector", after={"turns": row["turns_until"]})
     position = "feedback", row["partition"], row["source_offset"]
     return Record(*position, event.key.encode(), row["payload"], envelope.headers())
@@ -163,7 +162,7 @@ async def _has_target(tx: AsyncConnection, event: Feedback) -> bool:
 async def end_idle_runs(
     tx: AsyncConnection, now: datetime, settings: CollectorSettings, started: datetime, turns_end: Mapping[int, int]
 ) -> Sequence[Event]:
-    """Store an end for each idle run. The ends close the runs later, so no events are returned.
+    """Store a request to end each idle run. These requests close the runs later, so no events are returned.
 
     Args:
         turns_end: end offset of each partition of `turns`, read before `tx` began.
@@ -189,7 +188,9 @@ async def end_idle_runs(
         return []
 
     async def end_unread(row: RowMapping, _reason: str) -> list[Event]:
-        """End a session that cannot be read as if it were idle; its turns are dead-lettered then."""
+        """Store an end for a session whose content cannot be read; its turns are dead-lettered when the end is
+        applied.
+        """
         await store_ends(tx, now, end_of(row))
         await schedule_check(row, epoch_ms(now) + epoch_ms(now) - since_ms)
         return []

@@ -36,9 +36,7 @@ class RatedRun(BaseModel):
 
 
 def confusion(pairs: Iterable[tuple[int, int]]) -> list[list[int]]:
-    """Count how often each score of a person met each score of the judge: a confusion matrix of persons (rows) by judge
-    (columns).
-    """
+    """Return the confusion matrix of score pairs: rows are the scores of people, columns those of the judge."""
     table = [[0] * len(SCORES) for _ in SCORES]
     for human, judge in pairs:
         table[human - SCALE_MIN][judge - SCALE_MIN] += 1
@@ -49,8 +47,8 @@ def quadratic_kappa(table: Table) -> float | None:
     """Return Cohen's kappa with quadratic weights: 1 is perfect agreement, 0 is agreement by chance.
 
     Kappa is one minus the observed disagreement divided by the expected disagreement of independent raters with the
-    same margins. A disagreement counts with its squared distance. None if all scores are equal, or if there are no
-    scores.
+    same margins. A disagreement is weighted by its squared distance. The result is None if all scores are equal, or if
+    there are no scores.
     """
     size = len(table)
     rows = [sum(row) for row in table]
@@ -85,7 +83,7 @@ def _section(criterion: str, table: Table, abstained: int) -> str:
 
 
 def read(path: Path) -> list[RatedRun]:
-    """Read the file of rated runs. Raises `ValueError` with the number of an invalid line."""
+    """Parse the file of rated runs. Raises `ValueError` with the number of an invalid line."""
     lines = []
     try:
         content = read_user_text(path)

@@ -1,5 +1,5 @@
-"""Composition root of the judge, rubrics, prompts and endpoint around the shared stream service, and the check of
-its settings before a start.
+"""Composition root of the judge: rubrics, prompts and endpoint in the shared stream service, and the check of
+settings.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ async def run(common: Common, settings: JudgeSettings) -> None:
 
 
 def service(settings: JudgeSettings, common: Common | None = None) -> StreamService:
-    """Build the judge as a stream service, without bus and database. Raises `SettingError` for an invalid setting."""
+    """Build the judge as a stream service that is not yet connected to bus and database.
+
+    Raises `SettingError` for an invalid setting.
+    """
     rubrics = load_all(settings.rubrics)
     prompts = Prompts(settings.templates_dir)
     for rubric in rubrics.values():

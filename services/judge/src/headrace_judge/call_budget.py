@@ -1,9 +1,7 @@
-"""Limits of calls to an endpoint: a budget of calls and tokens, and circuit breakers, so that an outage does not
-consume retries.
+"""Budget of calls and tokens for an endpoint, and circuit breakers, which stop calls while the endpoint fails.
 
-Counts per hour and day are in the database, so replicas share them and restarts keep them.
-
-Each tenant has its own breaker, so runs on which the endpoint fails block only their own tenant.
+Counts per hour and day are in the database, so replicas share them and restarts keep them. Each tenant has its own
+breaker, so runs on which the endpoint fails block only their own tenant.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class BudgetLimit:
-    """Limit of the judge's budget that forbids the next call. Its text names the setting."""
+    """A limit of the judge's budget that would be exceeded by the next call. Its text names the setting."""
 
     setting: str
     limit: int
@@ -63,7 +61,7 @@ class CallBudget:
     async def reserve(
         self, tx: AsyncConnection, now: datetime, tokens: int, tenant: str = ""
     ) -> Reservation | BudgetLimit:
-        """Count one call of about `tokens` tokens, or return the limit that forbids it."""
+        """Count one call of about `tokens` tokens, or return the limit that it would exceed."""
         for period, start_ms in _periods(now):
             await _lock_period(tx, period, start_ms)  # locks the row, so that no other replica spends the rest
         for setting, left in (await self.remaining(tx, now)).items():
@@ -80,7 +78,7 @@ class CallBudget:
         return Reservation(now, tokens, tenant if self._limits else "")
 
     async def _exceeded_share(self, tx: AsyncConnection, now: datetime, tokens: int, tenant: str) -> BudgetLimit | None:
-        """Return the first budget limit of which the call would take more than the tenant's equal share, or None.
+        """Return the first limit whose equal share for the tenant the call would exceed, or None.
 
         If several tenants had calls in this period or the one before, they share a limit equally.
 
@@ -126,9 +124,9 @@ class CallBudget:
 
 
 def _periods(now: datetime) -> Iterator[tuple[str, int]]:
-    """Yield the current day, then the current hour, with their start.
+    """Yield the name and the start of the current day, then of the current hour.
 
-    The order is fixed, so replicas cannot deadlock.
+    Replicas lock the rows of these periods in this order, so they cannot deadlock.
     """
     hour = now.replace(minute=0, second=0, microsecond=0)
     yield "day", epoch_ms(hour.replace(hour=0))
@@ -158,9 +156,9 @@ def _is(period: str, start_ms: int):  # type: ignore[no-untyped-def]
 
 
 class CircuitBreaker:
-    """Circuit breaker of an endpoint.
+    """Circuit breaker for calls of an endpoint.
 
-    After a failure it allows no job for a while, then one at a time until a call succeeds.
+    After a failure it allows no new job for a pause, then one at a time until a call succeeds.
     """
 
     def __init__(self, clock: Clock, pause_s: float) -> None:
@@ -175,7 +173,7 @@ class CircuitBreaker:
 
         Args:
             running: number of running jobs.
-            concurrency: largest number of running jobs without a failure.
+            concurrency: largest number of running jobs while calls succeed.
         """
         if not self._failures:
             return concurrency - running
@@ -183,10 +181,10 @@ class CircuitBreaker:
         return 1 if probe else 0
 
     def record_failure(self, wait_s: float | None) -> None:
-        """Record a failed call, which begins a pause. Failures during a pause do not prolong it, except by `wait_s`.
+        """Record a failed call, which begins a pause. Failures during a pause prolong it only if `wait_s` does.
 
         Args:
-            wait_s: seconds that the endpoint requested to wait; None if it did not.
+            wait_s: seconds that the endpoint requested to wait; None if it requested none.
         """
         now_s = self._clock.monotonic_s()
         ENDPOINT_UP.set(0)
@@ -212,7 +210,7 @@ class TenantCircuitBreakers:
         self._breakers: OrderedDict[str, CircuitBreaker] = OrderedDict()
 
     def of(self, tenant: str) -> CircuitBreaker:
-        """Return the breaker of a tenant, a new one if it has none."""
+        """Return the breaker of a tenant, created if the tenant has none."""
         breaker = self._breakers.get(tenant)
         if breaker is None:
             breaker = self._breakers[tenant] = CircuitBreaker(self._clock, self._pause_s)

@@ -1,4 +1,4 @@
-"""Calls to an OpenAI-compatible endpoint, with all their failures."""
+"""Client of an OpenAI-compatible endpoint, and the errors that its calls raise."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CONTENT_REFUSED = frozenset({400, 413, 422})
 
 
 class EndpointUnavailable(Unavailable):
-    """The endpoint is down, overloaded or misconfigured. A retry may succeed.
+    """Error of a call to an endpoint that is down, overloaded or misconfigured. A retry may succeed.
 
     `wait_s` is the waiting time that the endpoint requested. `billed` is whether it may have billed the call.
     """
@@ -48,19 +48,19 @@ class EndpointUnavailable(Unavailable):
 
 
 class CallTimedOut(HeadraceError):
-    """The answer was not complete in time. The endpoint may have billed it."""
+    """Error of a call whose answer was not complete within `timeout_s`. The endpoint may have billed it."""
 
     result = "timed_out"
 
 
 class CallRefused(HeadraceError):
-    """The endpoint refuses this request. A retry cannot succeed."""
+    """Error of a call that the endpoint refuses. A retry cannot succeed."""
 
     result = "refused"
 
 
 class Completion(BaseModel):
-    """Answer of the endpoint. `tokens` is None if the endpoint did not report them."""
+    """Answer of the endpoint to one call. `tokens` is None if the endpoint did not report how many it used."""
 
     text: str
     refused: bool = False
@@ -100,8 +100,10 @@ class _Response(BaseModel):
 
     @property
     def usage_if_readable(self) -> _Usage | None:
-        """Tokens that the call used; None if the endpoint reported no valid usage, which does not invalidate the
-        verdict."""
+        """Tokens that the call used, or None if the endpoint reported none or in an invalid form.
+
+        An invalid report does not invalidate the verdict.
+        """
         try:
             return _Usage.model_validate(self.usage)
         except ValidationError:
@@ -109,7 +111,7 @@ class _Response(BaseModel):
 
 
 class Endpoint:
-    """Client of the endpoint. The owner must close it.
+    """HTTP client of the judge's endpoint. The caller must close it.
 
     Args:
         key: bearer token; empty for none.
@@ -135,7 +137,7 @@ class Endpoint:
         await self._client.aclose()
 
     def body(self, messages: list[ChatMessage]) -> dict[str, object]:
-        """Return the body of a request with these messages. Verdicts are cached by it."""
+        """Return the body of a request with these messages. Its digest is the key of the cached verdict."""
         settings = self._settings
         limits = {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
         body: dict[str, object] = {"model": settings.model, "messages": messages}
@@ -212,7 +214,7 @@ class Endpoint:
 
 
 def _quoted(content: bytes) -> str:
-    """Return a quotation of the endpoint's error message, or else of the beginning of its answer."""
+    """Return a quotation of the error message in the endpoint's answer, or else of the answer's beginning."""
     try:
         body = json.loads(content)
         message = body["error"]["message"] if isinstance(body["error"], dict) else body["error"]
@@ -235,7 +237,10 @@ def _completion(response: _Response) -> Completion:
 
 
 def retry_after_s(header: str | None, limit_s: float) -> float | None:
-    """Return the seconds of a `Retry-After` header (a number or a date, RFC 9110 section 10.2.3), at most `limit_s`."""
+    """Return the waiting time in a `Retry-After` header in seconds, at most `limit_s`, or None without a valid header.
+
+    The header has a number of seconds or a date (RFC 9110 section 10.2.3).
+    """
     if not header:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Judge that calls the model, with a cache of verdicts, a budget, and one repair of an unreadable answer."""
+"""Judge that calls the model, with a cache of verdicts, a budget, and one repair call after an unreadable answer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _QUOTED_CHARS_MAX = 8_000
 
 
 class BudgetSpent(HeadraceError):
-    """A call would exceed a limit of the budget. The message names the limit."""
+    """Error of a call that would exceed a limit of the budget. The message names the limit."""
 
 
 class ModelJudge:
@@ -52,17 +52,20 @@ class ModelJudge:
         self._breakers = breakers
         self._question_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def single(self, rubric: Rubric, run: RunTranscript, tenant: str) -> Judgement:
-        """Judge one run by a rubric."""
-        return scoring.single(rubric, await self._readings(rubric, self._prompts.single(rubric, run), tenant))
+    async def judge_run(self, rubric: Rubric, run: RunTranscript, tenant: str) -> Judgement:
+        """Judge one run by a rubric, with `judge.samples` verdicts."""
+        return scoring.judge_run(rubric, await self._readings(rubric, self._prompts.run_messages(rubric, run), tenant))
 
-    async def pair(self, rubric: Rubric, first: RunTranscript, second: RunTranscript, tenant: str) -> Judgement:
-        """Compare two runs in both orders, and return the judgement of the `first`. Equal transcripts need no call."""
+    async def judge_pair(self, rubric: Rubric, first: RunTranscript, second: RunTranscript, tenant: str) -> Judgement:
+        """Compare two runs in both orders, and return the judgement of the first run.
+
+        Equal transcripts need no call.
+        """
         if first.entries == second.entries:
-            return scoring.equal(rubric)
-        forth = await self._readings(rubric, self._prompts.pair(rubric, first, second), tenant)
-        back = await self._readings(rubric, self._prompts.pair(rubric, second, first), tenant)
-        return scoring.pair(rubric, forth, back)
+            return scoring.judge_equal_runs(rubric)
+        first_as_a = await self._readings(rubric, self._prompts.pair_messages(rubric, first, second), tenant)
+        first_as_b = await self._readings(rubric, self._prompts.pair_messages(rubric, second, first), tenant)
+        return scoring.judge_pair(rubric, first_as_a, first_as_b)
 
     async def _readings(self, rubric: Rubric, messages: list[ChatMessage], tenant: str) -> list[Reading]:
         read = reader(rubric)
@@ -83,7 +86,9 @@ class ModelJudge:
             return reading
 
     async def _request_verdict(self, messages: list[ChatMessage], read: Reader, tenant: str) -> Reading:
-        """Call the model, and once more with the error if its answer is unreadable and the budget allows it."""
+        """Call the model, and once more with the parser's error if its answer is unreadable and the budget
+        allows it.
+        """
         completion = await self._call(messages, tenant)
         reading = _read(completion, read)
         if isinstance(reading, Verdict):

@@ -1,4 +1,4 @@
-"""One judgement for a program that waits for it, with the prompts and the endpoint of the service but no queue.
+"""A single judgement for a program that waits for its result, with the service's prompts and endpoint but no queue.
 
 There is no cache, no budget and no retry. The caller pays for each call.
 """
@@ -21,7 +21,7 @@ _INSTRUCTIONS = "Judge the answer by each criterion alone. Abstain only where no
 
 
 class NoVerdict(HeadraceError):
-    """The judge abstained, refused, or answered in an invalid form. No score stands for any of these."""
+    """Error of a judgement without scores: the judge abstained, refused, or answered in an invalid form."""
 
 
 def scores(
@@ -54,7 +54,7 @@ def scores(
 
 async def _scores(settings: EndpointSettings, key: str, rubric: Rubric, run: RunTranscript) -> dict[str, float]:
     prompts, read = Prompts(), reader(rubric)
-    messages = prompts.single(rubric, run)
+    messages = prompts.run_messages(rubric, run)
     endpoint = Endpoint(settings, key)
     try:
         verdict: Verdict | None = None

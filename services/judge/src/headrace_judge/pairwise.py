@@ -1,7 +1,8 @@
-"""Pairwise comparison of the runs of one task: the pairs that are judged, their results, and each run's win rate.
+"""Pairwise comparison of the runs of one task: the judged pairs, their results, and the win rate of each run.
 
-The runs that one rubric compares for one task are a contest. The reward of a run is revised whenever one of its pairs
-was judged. Each change of a contest first locks its row, because different replicas may receive the runs of one task.
+A contest is the set of runs that one rubric compares for one task. The reward of a run is revised whenever one of its
+pairs was judged. Each change of a contest first locks its row, because different replicas may receive the runs of one
+task.
 """
 
 from __future__ import annotations
@@ -33,9 +34,7 @@ all calls of a tenant."""
 
 
 class PairwiseComparisons:
-    """Pairwise comparisons of runs of the same task, as the database stores them. All methods run in the caller's
-    transaction.
-    """
+    """Pairwise comparisons in the database. All methods run in the caller's transaction."""
 
     def __init__(self, jobs: Jobs, settings: PairSettings) -> None:
         self._jobs = jobs
@@ -81,7 +80,7 @@ class PairwiseComparisons:
         return None
 
     async def load_pair(self, tx: AsyncConnection, task: PairTask) -> tuple[RunToJudge, RunToJudge] | None:
-        """Return the two runs of a queued comparison, or None if it was deleted in the meantime."""
+        """Return the two runs of a queued comparison, or None if the comparison was deleted in the meantime."""
         row = await _pair(tx, task)
         if row is None:
             return None
@@ -91,7 +90,15 @@ class PairwiseComparisons:
     async def record_judgement(
         self, tx: AsyncConnection, now: datetime, task: PairTask, judgement: Judgement, judged_by: str
     ) -> list[Reward]:
-        """Store the judgement of a pair, given for its first run, and return the revised rewards of both runs."""
+        """Store the judgement of a pair, and return the revised rewards of both runs.
+
+        Args:
+            tx: the transaction.
+            now: the present time.
+            task: the judged pair.
+            judgement: result for the first run of the pair.
+            judged_by: name of the judge for the rewards.
+        """
         row = await _pair(tx, task)
         if row is None:
             return []
@@ -109,9 +116,10 @@ class PairwiseComparisons:
     async def handle_deadline(
         self, tx: AsyncConnection, now: datetime, job: Job, judged_by: Mapping[str, str]
     ) -> list[Reward]:
-        """Handle the deadline of a run, and return the abstention that it may get.
+        """Handle a deadline of a run: the end of its wait for a first pair, or of the window in which it gets pairs.
 
-        At the end of its wait, a run without a pair gets an abstention. At the end of its window it gets no more pairs.
+        At the end of its wait, a run without a pair gets an abstention, which is returned. After its window a run gets
+        no more pairs.
         """
         subject = Subject.model_validate_json(job.payload)
         row = await _contestant(tx, subject.rubric, subject.trajectory_id)
@@ -139,8 +147,10 @@ class PairwiseComparisons:
         return f"no other run of its task arrived within {self._wait.total_seconds():g} s"
 
     async def _opponents(self, tx: AsyncConnection, now: datetime, contest: str, run: str) -> list[str]:
-        """Return the trajectory ids of the runs that a new run is compared with, oldest first, within the limit of
-        pairs."""
+        """Choose the runs that a new run is compared with, and return their trajectory ids, the oldest first.
+
+        Their number is limited, as is the number of pairs of one task.
+        """
         recent = sum(row["made_ms"] >= epoch_ms(now - self._window) for row in await _pairs(tx, contest))
         waiting = (
             select(CONTESTANTS.c.trajectory_id)
@@ -174,14 +184,14 @@ async def _pairs(tx: AsyncConnection, contest: str) -> Sequence[RowMapping]:
 
 
 async def _pair_results(tx: AsyncConnection, contest: str, trajectory_id: str) -> list[tuple[str, Judgement | None]]:
-    """Return the opponents of a run, each with the judgement for this run; None while the pair is not judged."""
+    """Return each opponent of a run with the judgement for this run, or None while the pair is not judged."""
     results: list[tuple[str, Judgement | None]] = []
     for row in await _pairs(tx, contest):
         judgement = row["judgement"] and Judgement.model_validate_json(row["judgement"])
         if row["first"] == trajectory_id:
             results.append((row["second"], judgement))
         elif row["second"] == trajectory_id:
-            results.append((row["first"], judgement and scoring.swapped(judgement)))
+            results.append((row["first"], judgement and scoring.swap_runs(judgement)))
     return results
 
 
@@ -194,7 +204,7 @@ async def _win_rate(tx: AsyncConnection, contest: str, trajectory_id: str) -> Ju
 async def _reward(
     tx: AsyncConnection, now: datetime, rubric: str, trajectory_id: str, judgement: Judgement, judged_by: str
 ) -> Reward:
-    """Return the next revision of a run's reward, and store its number."""
+    """Return the next revision of a run's reward, and count up the stored revision number."""
     row = await _contestant(tx, rubric, trajectory_id)
     await tx.execute(update(CONTESTANTS).where(_is(rubric, trajectory_id)).values(revision=row["revision"] + 1))
     subject = RunToJudge.model_validate_json(row["case"]).subject
@@ -202,8 +212,9 @@ async def _reward(
 
 
 async def _delete_finished(tx: AsyncConnection, contest: str) -> None:
-    """Delete the runs of a task that get no further comparison and wait for no judgement; with the last run, delete the
-    task's row too.
+    """Delete the runs of a contest that get no further pair and wait for no judgement.
+
+    With the last run, delete the row of the contest too.
     """
     pairs = await _pairs(tx, contest)
     pending = {name for row in pairs if row["judgement"] is None for name in (row["first"], row["second"])}

@@ -1,11 +1,11 @@
-"""`python -m headrace_judge.replay`: judges stored trajectories with the same code as the service, but with lines in
-place of the bus.
+"""The program `python -m headrace_judge.replay`, which judges stored trajectories again.
 
-Queue, retries, budget and pairwise comparisons are in a separate database. It is emptied first, except for the budget
-and the cached verdicts, so that a question that an earlier replay has paid for is not paid for again.
+It runs the code of the service with lines on standard input and output in place of the bus. Queue, retries, budget and
+pairwise comparisons are in a separate database. It is emptied first, except for the budget and the cached verdicts, so
+that no question is paid for in two replays.
 
-The filter reads lines `trajectory` and writes lines `reward`. A later reward of a trajectory replaces earlier ones of
-the same source. At the end the filter writes one line `outcome_counts`.
+The program reads lines `trajectory` and writes lines `reward`. A later reward of a trajectory replaces earlier ones of
+the same source. At the end it writes one line `outcome_counts`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _POLL_S = 0.1
 
 
 class RewardWriter(EventProducer):
-    """Producer that writes rewards as lines. It ignores other events, because there is no bus."""
+    """Event producer that writes rewards as lines. It ignores other events, because a replay has no bus."""
 
     def __init__(self, common: Common, blobs: BlobStore, lines: Lines) -> None:
         super().__init__(common.bus, "headrace/judge", blobs)
@@ -60,7 +60,7 @@ class RewardWriter(EventProducer):
         self._lines.flush()
 
     def outcome_counts(self) -> JudgedLine:
-        """Count the final outcomes of all trajectories by source, for the line `outcome_counts`."""
+        """Return the line with the number of final outcomes of all trajectories by source."""
         outcomes: dict[str, Counter[str]] = defaultdict(Counter)
         for reward in self._latest.values():
             outcomes[reward.source][reward.outcome] += 1
@@ -69,7 +69,11 @@ class RewardWriter(EventProducer):
 
 
 async def run(common: Common, settings: JudgeSettings, lines: Lines | None = None) -> None:
-    """Run the filter. Only one may run at a time on a data directory. Raises `SettingError` for an invalid setting."""
+    """Judge the trajectories of standard input. Only one replay may run at a time on a data directory.
+
+    Raises:
+        SettingError: a setting is invalid.
+    """
     service = app.service(settings)
     lines, blobs = lines or Lines(), BlobStore.open(common)
     database = Database.open("judge-replay", common.model_copy(update={"database": DatabaseSettings()}))
@@ -139,7 +143,7 @@ async def _waiting(processor: Processor, kind: str) -> int:
 
 
 async def _expire_deadlines(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
-    """Set the deadlines of all runs to the past, because no more runs arrive."""
+    """Set the deadlines of all runs to the past, because no more runs arrive in a replay."""
     await tx.execute(update(STREAM.jobs).where(STREAM.jobs.c.kind == DEADLINE_JOB).values(due_ms=0))
     return ()
 

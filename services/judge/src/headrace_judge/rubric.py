@@ -1,4 +1,4 @@
-"""Rubrics: the instructions, criteria and visible parts of a run for the judge, in a TOML file."""
+"""Rubrics: TOML files with the judge's instructions, its criteria, and the parts of a run that it sees."""
 
 from __future__ import annotations
 

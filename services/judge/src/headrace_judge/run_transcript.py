@@ -1,12 +1,12 @@
-"""Transcript of a run for the judge, entries in order with separate roles and bounded length, and prompts rendered from
-templates.
+"""Transcripts of runs for the judge, and prompts rendered from templates.
 
-The kind of an entry determines its author, so an answer that imitates a tool result is still shown as an answer. If
-text is removed because of its length, the transcript contains the number of removed characters.
+A transcript has entries in the order of the run, with their authors and a bounded length. The kind of an entry
+determines its author, so an answer that imitates a tool result is still shown as an answer. If text is removed because
+of its length, the transcript contains the number of removed characters.
 
 Each entry of a run begins with a line that contains a mark: digits of a digest of all entries. A text would have to
-    contain its own digest to forge a mark, so a run cannot imitate an end of data or a change of role. Equal runs have
-    equal prompts, which the cache requires.
+contain its own digest to forge a mark, so a run cannot imitate an end of data or a change of role. Equal runs have
+equal prompts, which the cache requires.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TranscriptEntry(BaseModel):
 
 
 class RunTranscript(BaseModel):
-    """Entries of one run. It has no ids, because verdicts are cached by its JSON, so equal runs are judged once."""
+    """Entries of one run, without ids. Verdicts are cached by its JSON, so runs with equal entries are judged once."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -62,7 +62,7 @@ class RunTranscript(BaseModel):
 
 
 def transcript_of(trajectory: Trajectory, rubric: Rubric) -> RunTranscript | None:
-    """Return the transcript of the parts that `rubric` shows. None if they contain no output of the model."""
+    """Return the transcript of the parts that `rubric` shows, or None if they contain no output of the model."""
     all_entries = [entry for entry in _entries(trajectory, rubric) if entry.text or entry.kind == "tool_call"]
     if not any(entry.kind in _MODEL_OUTPUT for entry in all_entries):
         return None
@@ -84,25 +84,26 @@ def _entries(trajectory: Trajectory, rubric: Rubric) -> Iterator[TranscriptEntry
                 kind="tool", name=tool.function.name, text=tool.function.description or "(no description)"
             )
     last = len(trajectory.messages) - 1
-    called: dict[str, str] = {}
+    tool_names: dict[str, str] = {}
     for index, message in enumerate(trajectory.messages):
-        called.update({call.id: call.function.name for call in message.tool_calls or ()})
-        for entry in _message_entries(message, called, last=index == last):
+        tool_names.update({call.id: call.function.name for call in message.tool_calls or ()})
+        for entry in _message_entries(message, tool_names, last=index == last):
             if _PART[entry.kind] in rubric.show:
                 yield entry
 
 
-def _message_entries(message: Message, called: dict[str, str], *, last: bool) -> Iterator[TranscriptEntry]:
+def _message_entries(message: Message, tool_names: dict[str, str], *, last: bool) -> Iterator[TranscriptEntry]:
     """Yield the entries of one message.
 
     Args:
-        called: tool of each call by the call's id, because a result has only the id.
+        tool_names: name of the called tool by the call's id; results contain only the id. Calls of this message are
+            added.
         last: whether it is the last message of the run.
     """
     if message.role == "user":
         yield TranscriptEntry(kind="question", text=message.text)
     elif message.role == "tool":
-        name = called.get(message.tool_call_id or "", message.name or "")
+        name = tool_names.get(message.tool_call_id or "", message.name or "")
         yield TranscriptEntry(kind="tool_result", name=name, text=message.text or "(empty)")
     elif message.role == "assistant":
         yield TranscriptEntry(kind="reasoning", text=message.reasoning_content or "")
@@ -114,7 +115,7 @@ def _message_entries(message: Message, called: dict[str, str], *, last: bool) ->
 
 
 def _shorten(entry: TranscriptEntry, chars_max: int) -> TranscriptEntry:
-    """Replace the middle of a long entry by the number of removed characters."""
+    """Return a long entry with its middle replaced by a note with the number of removed characters."""
     if len(entry.text) <= chars_max:
         return entry
     half = chars_max // 2
@@ -191,29 +192,31 @@ class Prompts:
         """Render all templates with empty runs. Raises `SettingError` if a template uses an undefined variable."""
         empty = RunTranscript(entries=())
         try:
-            _ = self.single(rubric, empty), self.pair(rubric, empty, empty), self.repair_request("")
+            _ = self.run_messages(rubric, empty), self.pair_messages(rubric, empty, empty), self.repair_request("")
         except TemplateError as error:
             raise SettingError("judge.templates_dir", rubric.name, str(error)) from None
 
     def judged_by(self, model: str, rubric: Rubric) -> str:
-        """Return the name by which rewards identify the judge: the model, and a digest of rubric and templates."""
+        """Return the name of the judge for its rewards: the model, and a digest of rubric and templates."""
         digest = hashlib.sha256(f"{rubric.digest}{self.digest}".encode()).hexdigest()
         return f"{model}#{digest[:16]}"
 
-    def single(self, rubric: Rubric, run: RunTranscript) -> list[ChatMessage]:
+    def run_messages(self, rubric: Rubric, run: RunTranscript) -> list[ChatMessage]:
         """Return the messages that request the scores of one run."""
         mark = _mark(run)
         return [self._system(rubric, mark), self._message("user", "single.jinja", run=run, mark=mark)]
 
-    def pair(self, rubric: Rubric, first: RunTranscript, second: RunTranscript) -> list[ChatMessage]:
+    def pair_messages(self, rubric: Rubric, first: RunTranscript, second: RunTranscript) -> list[ChatMessage]:
         """Return the messages that request a comparison of two runs. `first` is shown as A."""
         mark = _mark(first, second)
         user = self._message("user", "pair.jinja", first=first, second=second, mark=mark)
         return [self._system(rubric, mark), user]
 
     def repair_request(self, error: str) -> ChatMessage:
-        """Return the message that requests a valid answer from the judge's model, after an invalid answer with this
-        error.
+        """Return the message that requests a valid answer from the judge's model.
+
+        Args:
+            error: the problem of the invalid answer.
         """
         return self._message("user", "again.jinja", error=error)
 

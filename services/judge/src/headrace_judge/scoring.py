@@ -31,7 +31,7 @@ class Judgement(BaseModel):
     criteria: dict[str, float] = {}
 
 
-def single(rubric: Rubric, readings: Sequence[Reading]) -> Judgement:
+def judge_run(rubric: Rubric, readings: Sequence[Reading]) -> Judgement:
     """Combine the verdicts on one run: the weighted mean of the criteria's medians, with the scale mapped to 0..1."""
     numbers, reason = _medians(readings)
     if isinstance(numbers, Judgement):
@@ -40,19 +40,20 @@ def single(rubric: Rubric, readings: Sequence[Reading]) -> Judgement:
     return Judgement(outcome="scored", value=_weighted(rubric.weights, criteria), criteria=criteria, reason=reason)
 
 
-def pair(rubric: Rubric, forth: Sequence[Reading], back: Sequence[Reading]) -> Judgement:
+def judge_pair(rubric: Rubric, first_as_a: Sequence[Reading], first_as_b: Sequence[Reading]) -> Judgement:
     """Combine the verdicts on a pair into the judgement of its first run: 1 if it won, 0 if it lost, 0.5 for a tie.
 
     A tie has the reason `order` if the two orders disagree, and `tie` if neither order prefers a run.
 
     Args:
-        forth: answers with the first run as A.
-        back: answers with the second run as A.
+        rubric: the rubric.
+        first_as_a: verdicts on the prompt that shows the first run as A.
+        first_as_b: verdicts on the prompt that shows the first run as B.
     """
-    first, reason = _medians(forth)
+    first, reason = _medians(first_as_a)
     if isinstance(first, Judgement):
         return first
-    second, second_reason = _medians(back)
+    second, second_reason = _medians(first_as_b)
     if isinstance(second, Judgement):
         return second
     sides = _side(_weighted(rubric.weights, first)), -_side(_weighted(rubric.weights, second))
@@ -66,16 +67,14 @@ def pair(rubric: Rubric, forth: Sequence[Reading], back: Sequence[Reading]) -> J
     return Judgement(outcome="scored", value=_agreed(*sides), criteria=criteria, reason=reason)
 
 
-def equal(rubric: Rubric) -> Judgement:
-    """Return the judgement of a pair with equal transcripts: a tie."""
+def judge_equal_runs(rubric: Rubric) -> Judgement:
+    """Return the judgement of a pair of runs with equal transcripts: a tie, without a call of the model."""
     criteria = dict.fromkeys(rubric.weights, 0.5)
     return Judgement(outcome="scored", value=0.5, criteria=criteria, reason="equal")
 
 
-def swapped(judgement: Judgement) -> Judgement:
-    """Return the judgement of a comparison from the view of the second run: each score is replaced by 1 minus the
-    score.
-    """
+def swap_runs(judgement: Judgement) -> Judgement:
+    """Convert a judgement of a pair's first run to that of its second run: each score becomes 1 minus the score."""
     if judgement.value is None:
         return judgement
     criteria = {name: 1 - value for name, value in judgement.criteria.items()}
@@ -85,7 +84,7 @@ def swapped(judgement: Judgement) -> Judgement:
 def win_rate(results: Sequence[tuple[str, Judgement]], waiting: int) -> Judgement | None:
     """Combine the judgements of a run's pairs into its win rate.
 
-    None if no pair was judged yet. If no pair could be decided, the most frequent outcome of the pairs is returned.
+    Return None if no pair was judged yet. If no judgement has a score, return the most frequent outcome of the pairs.
 
     Args:
         results: opponents, with the judgement of each pair for this run.
@@ -118,8 +117,8 @@ def _medians(readings: Sequence[Reading]) -> tuple[dict[str, float] | Judgement,
         readings: a verdict for each answer, or the reason why the answer was unreadable.
 
     Returns:
-        The median score of each criterion, and the reason that the first verdict with scores gives. Unless more than
-        half of the readings have scores, a judgement without a value and an empty reason.
+        The median score of each criterion, and the reason in the first verdict with scores. If at most half of the
+        readings have scores, a judgement without a value, and an empty reason.
     """
     scored = [item for item in readings if isinstance(item, Verdict) and item.criteria is not None]
     if 2 * len(scored) > len(readings):
@@ -138,7 +137,7 @@ def _weighted(weights: Mapping[str, float], values: Mapping[str, float]) -> floa
 
 
 def _side(value: float) -> int:
-    """Return the sign of a value: -1, 0 or 1. Rounding errors of sums that should be 0 are ignored."""
+    """Return the sign of a value: -1, 0 or 1. Values that differ from 0 only by rounding count as 0."""
     return 0 if abs(value) < 1e-9 else 1 if value > 0 else -1
 
 

@@ -1,5 +1,4 @@
-"""Tables of the judge (queue, spending, cached verdicts, pairwise comparisons), their payloads, and small transactions
-beside the stream.
+"""Tables of the judge (queue, spending, cached verdicts, pairwise comparisons) with their payloads.
 
 Verdicts are cached by question, so that a question is not paid for twice.
 """
@@ -81,7 +80,10 @@ DEADLINE_JOB = "deadline"
 
 
 async def transact(processor: Processor, work: Callable[[AsyncConnection, datetime], Awaitable[T]]) -> T:
-    """Run `work` in a transaction without events, and return its result after the commit. It may run more than once."""
+    """Run `work` in a transaction that publishes no events, and return its result after the commit.
+
+    `work` may run more than once, because a failed transaction is repeated.
+    """
     results: list[T] = []
 
     async def step(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
@@ -99,13 +101,13 @@ def question_digest(body: Mapping[str, object], sample: int) -> str:
 
 
 async def find_verdict(tx: AsyncConnection, question: str) -> Verdict | None:
-    """Return the cached verdict on a question; None if it was not asked before."""
+    """Return the cached verdict on a question, or None if there is none."""
     row = await tx.scalar(select(VERDICTS.c.verdict).where(VERDICTS.c.question == question))
     return None if row is None else Verdict.model_validate_json(row)
 
 
 async def store_verdict(tx: AsyncConnection, now: datetime, question: str, verdict: Verdict) -> None:
-    """Store the judge's verdict on a question, so that the same question need not be judged again."""
+    """Cache the judge's verdict on a question, so that an equal question needs no call."""
     values = {"verdict": verdict.model_dump_json().encode(), "at_ms": epoch_ms(now)}
     await upsert(tx, VERDICTS, {"question": question}, values)
 
@@ -123,7 +125,7 @@ class _Stored(BaseModel):
 
 
 class Subject(_Stored):
-    """Identity of a pending reward: the trajectory to judge and the rubric (the judge's criteria)."""
+    """A trajectory and the rubric by which it is judged: the object of one reward."""
 
     rubric: str
     trajectory_id: str
@@ -149,7 +151,7 @@ class Subject(_Stored):
         )
 
     def reward(self, judgement: Judgement, now: datetime, judged_by: str, revision: int = 0) -> Reward:
-        """Return the reward event that publishes the judge's result."""
+        """Return the reward event for a judgement of this trajectory."""
         return Reward(
             time=now,
             trajectory_id=self.trajectory_id,

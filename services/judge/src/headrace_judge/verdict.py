@@ -1,4 +1,4 @@
-"""Parser of the model's answers. It is strict: an answer in any other form is unreadable."""
+"""Strict parser of the answers of the judge's model. An answer that breaks any rule of the format is unreadable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ _PREFERENCES: dict[str, int] = {"A": 1, "tie": 0, "B": -1}
 
 
 class Unreadable(Exception):
-    """An answer is not a valid verdict. The message is sent to the model for a repair, and is never logged."""
+    """Error of an answer that is not a valid verdict.
+
+    The message is sent to the model for a repair, and never logged.
+    """
 
 
 class Verdict(BaseModel):
@@ -46,7 +49,7 @@ def _to_integer(value: object) -> object:
 
 
 def _preference(value: object) -> object:
-    """Return a preference in the capitalization that the prompt requests, if it is one."""
+    """Return a preference in the capitalization that the prompt requests; return any other value unchanged."""
     return _SPELLINGS.get(value.strip().casefold(), value) if isinstance(value, str) else value
 
 
@@ -86,7 +89,10 @@ Reader = Callable[[str], Verdict]
 
 
 def reader(rubric: Rubric) -> Reader:
-    """Return a parser of answers to prompts of `rubric`. An answer must have exactly the rubric's criteria."""
+    """Return a function that parses answers to prompts of `rubric`.
+
+    An answer must have exactly the rubric's criteria.
+    """
     names = [criterion.name for criterion in rubric.criteria]
 
     def read(text: str) -> Verdict:
@@ -111,7 +117,7 @@ def _verdict(names: list[str], numbers: dict[str, int] | None, reason: str) -> V
 
 
 def shorten(reason: str) -> str:
-    """Return a verdict's reason without characters that a database cannot store, and cut to `REASON_CHARS_MAX`.
+    """Return a verdict's reason without characters that a database cannot store, cut to `REASON_CHARS_MAX`.
 
     A cut reason ends with the number of removed characters.
     """
@@ -130,7 +136,7 @@ def _validate(model: type[_Answer[V]], data: dict[str, object]) -> _Answer[V]:
 
 
 def _object(text: str) -> dict[str, object]:
-    """Return the JSON object in `text` that may be a verdict. It may be in a code fence or surrounded by prose.
+    """Return the JSON object in `text` that may be a verdict. Code fences and prose around it are ignored.
 
     Two different objects are refused, because one may be quoted from the run. An object with a repeated name is
     refused.
@@ -161,7 +167,7 @@ def _problem(text: str) -> str:
 
 
 def _objects(text: str) -> list[dict[str, object]]:
-    """Return the outermost JSON objects in `text`."""
+    """Return the outermost JSON objects in `text`, in order."""
     text = _ESCAPES.sub(_repaired_escape, text)
     objects: list[dict[str, object]] = []
     start = text.find("{")

@@ -1,8 +1,8 @@
-"""The queue of judgements: the handler of the topic `trajectories` adds the trajectories that are judged, and the
-worker leases jobs, judges them, and commits each reward together with the removal of its job.
+"""The queue of judgements: the handler that fills it from the topic `trajectories`, and the worker that empties it.
 
-The handler does not call the model. A job that failed because of the endpoint returns to the queue, where it occupies
-no slot and survives a restart. The leases of a worker that dies expire.
+The worker leases jobs, judges them, and commits each reward together with the removal of its job. The handler does not
+call the model. A job that failed because of the endpoint returns to the queue, where it occupies no slot and survives a
+restart. The leases of a worker that dies expire.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TrajectoryHandler:
     """Stream handler that stores a job for each trajectory and rubric; the worker judges them later.
 
     Args:
-        judged_by: for each rubric, by its name, the name of the judge that its rewards show.
+        judged_by: name of the judge in the rewards of each rubric, by the rubric's name.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class TrajectoryHandler:
         self._waiting = 0
 
     async def __call__(self, trajectory: Trajectory, handling: Handling) -> list[Reward]:
-        """Queue a trajectory for each rubric. Return abstentions for rubrics by which it will not be judged.
+        """Queue a trajectory for each rubric, and return abstentions for the rubrics by which it will not be judged.
 
         Evaluation trajectories that are not judged get no reward, because an abstention would count as a failure there.
         Shadow trajectories are judged like those of users, but not in pairs, which are only for training.
@@ -116,8 +116,8 @@ class TrajectoryHandler:
     async def _is_full(self, tx: AsyncConnection, tenant: str) -> bool:
         """Return whether the queue accepts no further job of the tenant.
 
-        A queue that is full of other tenants' jobs still accepts the tenant's part. The queue is counted once per
-        transaction; jobs that this transaction adds are counted in memory.
+        A queue that is full of other tenants' jobs still accepts the tenant's equal share. The queue is counted once
+        per transaction; jobs that this transaction adds are counted in memory.
         """
         queue_max = QUEUE_MAX
         if tx is not self._counted_in:
@@ -132,13 +132,17 @@ class TrajectoryHandler:
         return full
 
     def _is_own_call(self, trajectory: Trajectory) -> bool:
-        """Return whether the trajectory is a call of the judge itself. Judging these would never end."""
+        """Return whether the trajectory is a call of the judge itself, which would be judged by further calls without
+        end.
+        """
         own_session = trajectory.session_id.startswith(OWN_SESSIONS) and trajectory.purpose == "eval"
         return own_session and self._settings.endpoint.is_gateway
 
 
 def is_sampled(trajectory_id: str, rate: float) -> bool:
-    """Return whether a trajectory belongs to the judged sample, a share `rate` of all. The id alone decides."""
+    """Return whether a trajectory is in the judged sample, a fraction `rate` of all, which is chosen by a hash of the
+    id.
+    """
     digest = hashlib.sha256(trajectory_id.encode()).digest()[:8]
     return int.from_bytes(digest, "big") < rate * 2**64
 
@@ -183,7 +187,10 @@ class JudgeWorker:
         self._freed = asyncio.Event()
 
     async def run(self) -> None:
-        """Judge tasks until cancelled. Raises errors that require a restart; the leases of running jobs then expire."""
+        """Judge queued tasks until cancelled.
+
+        Raises errors that require a restart; the leases of running jobs then expire.
+        """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._renew())
             while True:
@@ -205,8 +212,9 @@ class JudgeWorker:
         return await transact(self._processor, lambda tx, now: self._lease_in_turn(tx, now, limit))
 
     async def _lease_in_turn(self, tx: AsyncConnection, now: datetime, limit: int) -> list[Job]:
-        """Lease up to `limit` judge calls from the queue, shared equally among tenants. A tenant whose circuit breaker
-        is open gets fewer.
+        """Lease up to `limit` jobs from the queue, shared equally among tenants.
+
+        A tenant whose circuit breaker is open gets fewer.
         """
         leased: list[Job] = []
         tenants = await self._jobs.tenants(tx, VERDICT_JOB, self._last_tenant, _LEASED_TENANTS_MAX)
@@ -262,7 +270,7 @@ class JudgeWorker:
                 await transact(self._processor, lambda tx, now: self._jobs.postpone(tx, job, now + result))
 
     async def _try(self, job: Job, task: Task) -> Judgement | timedelta:
-        """Judge a task. Return the judgement, or the time to wait before the next attempt."""
+        """Judge a task, and return the judgement or, after a failure, the time to wait before the next attempt."""
         limit = self._settings.retry.attempts_max
         if job.attempts >= limit:
             return Judgement(outcome="failed", reason=f"given up: {limit} tries ended without a result")
@@ -291,11 +299,11 @@ class JudgeWorker:
             )
         try:
             if not isinstance(task, PairTask):
-                return await self._model_judge.single(rubric, task.case.run, tenant)
+                return await self._model_judge.judge_run(rubric, task.case.run, tenant)
             runs = await transact(self._processor, lambda tx, _now: self._pairwise.load_pair(tx, task))
             if runs is None:
                 return Judgement(outcome="abstained", reason="the pair was deleted")
-            return await self._model_judge.pair(rubric, runs[0].run, runs[1].run, tenant)
+            return await self._model_judge.judge_pair(rubric, runs[0].run, runs[1].run, tenant)
         except BudgetSpent as error:
             return Judgement(outcome="abstained", reason=str(error))
         except CallTimedOut as error:
@@ -304,7 +312,7 @@ class JudgeWorker:
             return Judgement(outcome="failed", reason=str(error))
 
     async def _finish(self, job: Job, task: Task, judgement: Judgement) -> None:
-        """Publish the rewards and remove the job, unless the lease had expired and another worker has the job."""
+        """Publish the rewards of a job and remove it, unless its lease expired and another worker has the job."""
         judged_by = self._judged_by.get(task.rubric, self._settings.endpoint.model)
         rewards: list[Reward] = []
 
@@ -344,11 +352,11 @@ async def drop(tx: AsyncConnection, jobs: Jobs, job: Job, reason: str) -> Sequen
 
 
 def backoff_s(attempts: int, wait_s: float | None) -> float:
-    """Return the seconds to wait before the next attempt, at least those that the endpoint requested.
+    """Return the seconds to wait before the next attempt, which is at least the time that the endpoint requested.
 
     Args:
         attempts: number of earlier attempts.
-        wait_s: seconds that the endpoint requested; None if it did not.
+        wait_s: seconds that the endpoint requested; None if it requested none.
     """
     delay_s = min(BACKOFF_S * _GROWTH ** min(attempts, 16), _BACKOFF_MAX_S)
     return max(delay_s, wait_s or 0.0)
