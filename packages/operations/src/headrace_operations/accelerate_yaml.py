@@ -32,7 +32,7 @@ def settings_of_accelerate(file: str | Path | Mapping[str, Any]) -> dict[str, ob
     """Convert an accelerate configuration to settings for `attach` or for a settings file.
 
     Raises:
-        UsageError: names every key or value that has no equivalent setting.
+        UsageError: a key or value has no equivalent setting; the message names all of them.
     """
     table = file if isinstance(file, Mapping) else read(Path(file))
     inner = table.get("deepspeed_config") or {}

@@ -21,7 +21,7 @@ def check_names(
     """Raise `UsageError` for the first name in `arguments` that is not one of the `allowed` names.
 
     Args:
-        where: the argument that holds the mapping, for messages.
+        where: name of the argument that holds the mapping, for messages.
         arguments: the mapping of names to values.
         allowed: the names that have an effect.
         remedy: the last clause of the message.
@@ -36,7 +36,7 @@ def check_names(
 
 
 def whole_number(name: str, value: Any, least: int = 1) -> int:
-    """Return `value` as an integer of at least `least`. Raises `UsageError`."""
+    """Return `value` as an integer of at least `least`. Raises `UsageError` for any other value."""
     number = real_number(name, value, "a whole number")
     if number != int(number):
         raise UsageError(f"{name} = {printable(repr(value))}: must be a whole number")
@@ -56,7 +56,7 @@ def real_number(name: str, value: Any, kind: str = "a number") -> float:
 
 
 def score(name: str, value: Any) -> float:
-    """Return a reward or metric that a user's function returned as a finite float; true is 1. Raises `UsageError`."""
+    """Return the reward or metric of a user's function as a finite float; true is 1. Raises `UsageError` otherwise."""
     try:
         return plain_number(value)
     except (TypeError, ValueError) as error:
@@ -64,8 +64,12 @@ def score(name: str, value: Any) -> float:
 
 
 def yes_or_no(name: str, value: Any) -> bool:
-    """Return `value` as a boolean. Raises `UsageError` for any other type, since the text "false" would count as
-    true."""
+    """Return `value` as a boolean.
+
+    Raises:
+        UsageError: the value is not a boolean. Other types are refused because, for example, the text "false" would
+            count as true.
+    """
     plain = plain_value(value)
     if not isinstance(plain, bool):
         raise UsageError(f"{name} = {printable(repr(value))}: must be True or False")
@@ -99,7 +103,7 @@ def check_unchanged(config: Any, reasons: Mapping[str, tuple[object, str]]) -> N
 
     Args:
         config: the object that the user passed.
-        reasons: by attribute: its default, and the text that follows its name and value in the message.
+        reasons: default of each attribute, and the text that follows the attribute's name and value in the message.
     """
     for name, (default, reason) in reasons.items():
         value = getattr(config, name, default)
@@ -108,7 +112,9 @@ def check_unchanged(config: Any, reasons: Mapping[str, tuple[object, str]]) -> N
 
 
 def model_name(path: str | Path) -> str:
-    """Return the model name of a model folder or a path such as `Qwen/Qwen3-0.6B`, because model names have no
-    slash."""
+    """Return the model name for a model folder or a path such as `Qwen/Qwen3-0.6B`.
+
+    The name has no slash, because names of models may not have one.
+    """
     last = str(path).rstrip("/").rpartition("/")[2]
     return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip(".-_") or "model"

@@ -31,7 +31,7 @@ _FILTER = "importer"
 
 
 async def store_folder(folder: Path, name: str | None, base: BlobRef | None, environ: Mapping[str, str]) -> StoredLine:
-    """Check a folder as a replica would and store it as a version.
+    """Check the model files in a folder as a replica does when it loads them, and store them as a version.
 
     Args:
         folder: absolute path of the model's files.
@@ -53,7 +53,7 @@ async def merge_adapter(adapter: BlobRef, base: BlobRef, folder: Path, environ: 
 
 
 def register(api: ModelRegistry, stored_as: StoredLine, *, label: str | None, serve: bool, why: str) -> ModelState:
-    """Register a stored version.
+    """Register a stored version, and return the state of its model.
 
     Raises:
         ApiError: the registry refused the version.
@@ -74,19 +74,19 @@ async def _run_importer(command: str, line: Model, answer_type: type[M], environ
 
 
 def fetch_manifest(ref: BlobRef) -> Manifest:
-    """Fetch a manifest.
+    """Fetch the manifest of a version from the blob store.
 
     Raises:
-        HeadraceError: the digest of the blob differs.
+        HeadraceError: the stored content does not have the digest of the reference.
     """
     return Manifest.model_validate_json(fetch(ref), extra="ignore")
 
 
 def fetch_file(manifest: Manifest, path: str) -> bytes:
-    """Fetch one file of a version.
+    """Fetch one file of a version from the blob store.
 
     Raises:
-        HeadraceError: the digest of the file differs.
+        HeadraceError: the stored content does not have the digest in the manifest.
     """
     return fetch(next(file.blob for file in manifest.files if file.path == path))
 
@@ -102,7 +102,7 @@ def check_empty(folder: Path) -> None:
 
 
 def export(manifest: Manifest, folder: Path) -> int:
-    """Write the files of the version and its manifest, from which `import` creates the same version again.
+    """Write the files of a version and its manifest into a folder, from which `import` creates the same version again.
 
     Returns:
         The size of the files in bytes.
@@ -118,7 +118,8 @@ def export(manifest: Manifest, folder: Path) -> int:
 
 
 def base_folder(overrides: Overrides) -> Path:
-    """Return the folder of `trainer.base`. A model of the hub is fetched into the data directory first. Blocks.
+    """Return the folder of `trainer.base`. A model of the hub is first downloaded into the data directory, which
+    blocks.
 
     Raises:
         UsageError: neither a folder nor a model of the hub has this name.
@@ -132,7 +133,7 @@ def base_folder(overrides: Overrides) -> Path:
 
 
 def push(folder: Path, target: str, *, message: str, private: bool) -> str:
-    """Upload all files of a folder as one commit. Blocks.
+    """Upload all files of a folder to a model hub as one commit. The call blocks.
 
     Args:
         folder: folder of the version's files.
@@ -177,7 +178,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A value that differs between two versions. None means that the version does not have it."""
+    """A field or file that differs between two versions. A value of None means that the version lacks it."""
 
     what: str
     """Path of the file or name of the setting."""
@@ -202,7 +203,7 @@ def compare_settings(
     Args:
         before_manifest: the manifest of the first version.
         after_manifest: the manifest of the second version.
-        read: returns the content of the file at a path of a version.
+        read: function that returns the content of a version's file at a path.
     """
     for field in ("kind", "base", "lineage", "step", "parent"):
         before, after = (_text(getattr(manifest, field)) for manifest in (before_manifest, after_manifest))
@@ -223,7 +224,7 @@ def compare_settings(
 
 
 def compare_scores(before: VersionState, after: VersionState) -> dict[str, tuple[float | None, float | None]]:
-    """Return the latest scores of both versions by name; None for a version without that score."""
+    """Return the latest score of each version by name of the score; None for a version without it."""
     before_scores, after_scores = _latest_scores(before), _latest_scores(after)
     return {
         name: (before_scores.get(name), after_scores.get(name))
@@ -233,7 +234,7 @@ def compare_scores(before: VersionState, after: VersionState) -> dict[str, tuple
 
 
 def compare_fingerprints(before: Fingerprint, after: Fingerprint) -> LogprobDifference | None:
-    """Compare the fingerprints of two versions; None if they are about different tokens."""
+    """Compare the logprobs of two versions for the same fixed tokens, or return None if their tokens differ."""
     if before.token_ids != after.token_ids:
         return None
     differences = [abs(a - b) for a, b in zip(before.logprobs, after.logprobs, strict=True)]

@@ -1,5 +1,6 @@
-"""Charts: shared helpers that open matplotlib, and the text chart of a rollout. `headrace_runtime.rollout_picture`
-draws its picture.
+"""Charts: helpers that open matplotlib, and the text chart of a rollout.
+
+`headrace_runtime.rollout_picture` draws the picture of a rollout.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ _LABEL_LENGTH_MAX = 2_000
 
 
 def draw_lines(rollout: RolloutState, metric: str, *, width: int = 72, height: int = 15) -> list[str]:
-    """Return the lines of the chart: bars for intervals, dots for differences, the zero line and the margin."""
+    """Draw a metric of a rollout as text: bars for intervals, dots for differences, the zero line and the margin.
+
+    Returns:
+        The lines of the chart.
+    """
     shown_points = _thin_out(points(rollout, metric), width)
     if not shown_points:
         return [f"{metric}: no session has reached the age at which it is read"]
@@ -58,8 +63,9 @@ def _thin_out(points: list[Point], count: int) -> list[Point]:
 
 
 def summarize_shadow(rollout: RolloutState) -> list[str]:
-    """Return lines of text about a rollout's shadow phase (users' prompts answered again by the candidate); empty
-    without one.
+    """Return lines of text about the shadow phase of a rollout, in which the candidate answers users' prompts again.
+
+    A rollout without a shadow phase has no lines.
     """
     if not rollout.shadow_units:
         return []

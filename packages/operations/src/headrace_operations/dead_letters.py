@@ -1,4 +1,4 @@
-"""Listing, retrying and discarding dead letters. Nothing is removed from the log.
+"""Listing, retrying and discarding of dead letters. No record is removed from the log.
 
 A letter is open until a decision about it is on `dead-letter-decisions`, which is kept forever. A record that is
 refused again after a retry is a new letter, because it is at a new offset.
@@ -44,12 +44,14 @@ class Letter:
 
     @property
     def retry_of(self) -> str | None:
-        """Id of the letter whose retry failed with this letter; None if this is not the result of a retry."""
+        """Id of the dead letter whose retry was refused again as this letter, or None if no retry led to it."""
         return self.letter.headers.get(RETRY_HEADER)
 
     @property
     def position(self) -> str:
-        """Position of the record as `topic[partition]@offset`; the topic alone if the record never was on it."""
+        """Position of the refused record as `topic[partition]@offset`, or the topic alone if the record was never on
+        it.
+        """
         letter = self.letter
         partition = f"[{letter.source_partition}]" if letter.source_partition is not None else ""
         return (
@@ -57,13 +59,16 @@ class Letter:
         )
 
     def without_value(self) -> Letter:
-        """Return the letter without the refused bytes, so that many letters fit into memory."""
+        """Return a copy of the letter without the refused bytes, to save memory."""
         return Letter(self.letter.model_copy(update={"value_base64": ""}), self.decisions)
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Filter of dead letters. An empty field matches all letters; offsets and partitions are those of the record."""
+    """Filter of dead letters. An empty field matches all letters.
+
+    Offsets and partitions are those of refused records.
+    """
 
     ids: tuple[str, ...] = ()
     """Ids or prefixes of ids."""
@@ -141,7 +146,7 @@ async def read_snapshot(topics: Topics) -> Snapshot:
 
 
 async def read(topics: Topics, selection: Selection, at: Snapshot) -> AsyncIterator[Letter]:
-    """Yield each letter of `selection` once, in the order of each partition."""
+    """Yield each dead letter in the snapshot `at` that matches `selection`, in the order of its partition."""
     seen_ids: set[str] = set()
     async for entry in topics.read(Range(DeadLetter.topic), ends=at.ends):
         if not isinstance(entry.event, DeadLetter):
@@ -154,10 +159,10 @@ async def read(topics: Topics, selection: Selection, at: Snapshot) -> AsyncItera
 
 
 def check_ids(selection: Selection, ids: Collection[str]) -> None:
-    """Check that every selected id is the prefix of exactly one of `ids`.
+    """Check that every id in `selection`, which may be shortened, is the beginning of exactly one of `ids`.
 
     Raises:
-        UsageError: an id matches none or several.
+        UsageError: a selected id matches none or several.
     """
     for name in selection.ids:
         matches = sorted(letter_id for letter_id in ids if letter_id.startswith(name))
@@ -169,7 +174,12 @@ def check_ids(selection: Selection, ids: Collection[str]) -> None:
 
 
 def as_json(letter: Letter, *, with_value: bool = False) -> dict[str, Any]:
-    """Return all fields of a letter. `with_value` adds the refused bytes in base64 and, if they are JSON, parsed."""
+    """Return all fields of a letter as JSON values.
+
+    Args:
+        letter: the letter.
+        with_value: add the refused bytes in base64 and, if they are JSON, as JSON.
+    """
     fields: dict[str, Any] = {"id": letter.id, "state": letter.state, "retry_of": letter.retry_of}
     fields |= letter.letter.model_dump(mode="json", exclude_none=True, exclude={"value_base64"})
     fields["decisions"] = [decision.model_dump(mode="json", exclude_none=True) for decision in letter.decisions]
@@ -181,7 +191,10 @@ def as_json(letter: Letter, *, with_value: bool = False) -> dict[str, Any]:
 
 
 def count_letters(letters: Iterable[Letter]) -> list[dict[str, Any]]:
-    """Return the number of letters by service, topic, reason and state, with the first and last time; largest first."""
+    """Return groups of letters by service, topic, reason and state, with their number and first and last time.
+
+    The largest group is first.
+    """
     groups: dict[tuple[str, str, str], list[Letter]] = collections.defaultdict(list)
     for letter in letters:
         groups[letter.letter.service, letter.letter.source_topic, letter.letter.reason].append(letter)
@@ -200,7 +213,7 @@ def count_letters(letters: Iterable[Letter]) -> list[dict[str, Any]]:
 
 
 def decode_value(value: bytes) -> str:
-    """Render the refused bytes: JSON indented, other text unchanged, anything else in hexadecimal."""
+    """Return the refused bytes as text: JSON indented, other text unchanged, and anything else in hexadecimal."""
     try:
         text = value.decode()
     except UnicodeDecodeError:
@@ -224,11 +237,11 @@ Report = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class Plan:
-    """The letters that an action applies to. Letters are stored without the refused bytes."""
+    """The letters that an action applies to, without the refused bytes, and those that it cannot apply to."""
 
     at: Snapshot
     chosen: dict[str, Letter] = field(default_factory=dict)
-    held_back: dict[str, tuple[Letter, str]] = field(default_factory=dict)
+    not_retriable: dict[str, tuple[Letter, str]] = field(default_factory=dict)
     """Letters that cannot be retried, with the reason."""
 
 
@@ -252,13 +265,18 @@ async def plan(
         if problem is None:
             result.chosen[letter.id] = letter.without_value()
         else:
-            result.held_back[letter.id] = letter.without_value(), problem
-    check_ids(selection, [*result.chosen, *result.held_back])
+            result.not_retriable[letter.id] = letter.without_value(), problem
+    check_ids(selection, [*result.chosen, *result.not_retriable])
     return result
 
 
 async def retry_problem(letter: Letter, *, force: bool = False) -> str | None:
-    """Return why a letter cannot be retried; None if it can."""
+    """Return the reason why a letter cannot be retried, or None if it can.
+
+    Args:
+        letter: the letter.
+        force: whether to retry a letter even if its record would be refused again.
+    """
     problem = permanent_problem(letter.letter)
     if problem is not None:
         return problem
@@ -318,7 +336,9 @@ async def _read_groups(topics: Topics, plan: Plan) -> AsyncIterator[list[Letter]
 
 
 async def _restore_record(letter: Letter, partitions: tuple[int, ...]) -> Outgoing:
-    """Return the refused record as it was. A record that never was on a topic gets the key of its event.
+    """Return the refused record, ready to be published on its source topic.
+
+    A record without a key, such as one that was refused before it was published, gets the key of its event.
 
     Raises:
         UsageError: the source topic does not exist.

@@ -22,13 +22,13 @@ async def read_turn_account(
 ) -> TurnAccount:
     """Read the topics of a bus and count for every captured turn whether it was trained, dropped or still waits.
 
-    Topics of results are read up to end offsets that were determined before those of their causes, so that the cause of
-    each result is among the read records. Records that cannot be parsed are skipped: they were never captured, and a
+    End offsets are determined first for topics of results, then for topics of their causes. So the cause of each result
+    is among the records that are read. Records that cannot be parsed are skipped: they were never captured, and a
     service has dead-lettered them.
 
     Args:
         bus: bootstrap servers.
-        lineages: model to the lineage to count; by default the lineage that reported last.
+        lineages: lineage to count by model; by default the lineage that reported last.
         report: called with (records read, records in total).
     """
     builder, complete, read = TurnAccountBuilder(lineages), True, 0

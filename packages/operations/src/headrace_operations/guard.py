@@ -36,7 +36,9 @@ _Z95 = 1.645
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Mean training reward of one version, and its score on the held-out audit tasks."""
+    """Mean training reward of one version, and the version's score on the held-out audit tasks with its standard
+    error.
+    """
 
     reward: float | None
     score: float
@@ -46,7 +48,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem that reward and score of a model's newest versions show together, with a remedy."""
+    """A problem that the rewards and scores of a model's newest versions show, with a remedy in its text."""
 
     model: str
     kind: Literal["hacked", "flat"]
@@ -55,7 +57,12 @@ class Finding:
 
 
 def judge(model: str, points: Sequence[Point]) -> Finding | None:
-    """Return the problem that the versions of one lineage, oldest first, show; None if they show none."""
+    """Return the problem that rewards and scores of a lineage's versions show, or None.
+
+    Args:
+        model: name of the model, for the text.
+        points: the versions of the lineage, the oldest first.
+    """
     recent = points[-WINDOW:]
     rewarded = [point for point in points if point.reward is not None][-WINDOW:]
     if len(rewarded) >= WINDOW_MIN:
@@ -82,7 +89,7 @@ def mann_kendall_p_value(values: Sequence[float]) -> float:
 
 
 def half_window_gain(points: Sequence[Point]) -> tuple[float, float]:
-    """Return how much the mean score of the newer half exceeds the older half, with its standard error.
+    """Return the mean score of the newer half of the points minus that of the older half, with its standard error.
 
     `points` must have an even length.
     """
@@ -127,7 +134,7 @@ def _flat_score_text(model: str, gain: float, error: float) -> str:
 
 
 class ScoreHistory:
-    """Training rewards and audit scores (of held-out tasks) by version, to find rewards that rise while scores fall.
+    """Training rewards and audit scores by version, from which findings are computed.
 
     Pass the events of `training-metrics` and `model-events` in order.
     """
@@ -183,7 +190,7 @@ def findings(events: Iterable[Event]) -> tuple[Finding, ...]:
 
 
 async def read(topics: Topics) -> tuple[Finding, ...]:
-    """Return the findings of all records that the topics hold now."""
+    """Return the findings of all models from the records that the topics have now."""
     history = ScoreHistory()
     try:
         for topic in (TrainingMetrics.topic, ModelEvent.topic):
@@ -197,7 +204,7 @@ async def read(topics: Topics) -> tuple[Finding, ...]:
 
 
 class FindingReporter:
-    """Callable that reports the findings of all models, each once as long as it persists. Call it after each score."""
+    """Callable that reports each new finding of all models once, while it persists. Call it after each score."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report

@@ -1,4 +1,4 @@
-"""Private Headrace processes, addresses of a running Headrace and export of versions, for programs."""
+"""Private services for a program, the addresses of a running Headrace, and the export of versions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _READY_S = 300.0
 
 
 class PrivateStack:
-    """The services of one program on free ports. Headrace variables of the program's environment do not affect them."""
+    """The services of one program on free ports, which ignore Headrace's variables in the program's environment."""
 
     def __init__(self, settings: Mapping[str, object], data_dir: Path | None) -> None:
         self._keeps_data_dir = data_dir is not None
@@ -47,7 +47,7 @@ class PrivateStack:
 
 
 def start(settings: Mapping[str, object], data_dir: Path | None) -> PrivateStack:
-    """Start a private Headrace and return when a first version is served.
+    """Start the services of a private Headrace, and return when a first version is served.
 
     Raises:
         StartFailed: a service did not start. All services were stopped and a temporary data directory was removed.
@@ -57,7 +57,8 @@ def start(settings: Mapping[str, object], data_dir: Path | None) -> PrivateStack
 
 
 def addresses(data_dir: Path) -> dict[str, str]:
-    """Return the URLs of gateway, registry and trainer and the bus address of a running `headrace up`.
+    """Return the URLs of gateway, registry and trainer, and the bus address, of the `headrace up` that runs on
+    `data_dir`.
 
     Raises:
         NotRunning: no `headrace up` runs on `data_dir`.

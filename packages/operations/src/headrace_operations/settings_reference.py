@@ -68,7 +68,7 @@ def check_services(
     bus: bool,
     on_checked: Callable[[], None] = lambda: None,
 ) -> dict[str, ServiceCheck]:
-    """Let each service check its settings and dependencies as at its start. Return the results by service.
+    """Let each service check its settings and dependencies as it does at its start, and return the results by service.
 
     Args:
         services: the services to check.
@@ -87,7 +87,10 @@ def check_services(
 def suggest_values(
     services: Mapping[str, ServiceInfo], values: Mapping[str, JsonValue], environ: Mapping[str, str]
 ) -> dict[str, JsonValue]:
-    """Return `values`, and what each service suggests for its other settings; nothing if it refuses the values."""
+    """Return `values` with the values that services suggest for their other settings.
+
+    A service that refuses `values` adds none.
+    """
     variables = {variable_of(name): str(value) for name, value in values.items()}
     arguments = dict.fromkeys(services, "--suggest-settings")
     results = _run_all(services, arguments, environ={**environ, **variables})
@@ -96,7 +99,7 @@ def suggest_values(
 
 
 def _problems(name: str, result: subprocess.CompletedProcess[str]) -> list[str]:
-    """Return the reported problems: standard output, or the last line of standard error if the check itself failed."""
+    """Return the problems that a check printed, or the last line of standard error if the check itself failed."""
     if not result.returncode:
         return []
     lines = result.stdout.splitlines() or result.stderr.splitlines()[-1:] or [f"exit status {result.returncode}"]
@@ -104,7 +107,13 @@ def _problems(name: str, result: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 def as_toml(described: Described, *, only: str | None = None, tier: str | None = None) -> str:
-    """Render a settings file in which every setting (of `tier`) is commented out, with description and default."""
+    """Return a settings file in which every setting (of `tier`) is a comment with its description and default.
+
+    Args:
+        described: the settings by section.
+        only: the only section to include; None includes all.
+        tier: the only tier of settings to include; None includes all.
+    """
     sections = [name for name in described if only is None or name == only]
     parts = [_HEADER] if only is None and tier is None else []
     parts += filter(None, (_section(described[section], tier) for section in sections))
@@ -141,7 +150,9 @@ def _table() -> dict[str, Any]:
 
 
 def _with_own_definitions(setting: SettingDoc) -> dict[str, Any]:
-    """Return the schema of a value with definitions that the setting's name precedes, so that none are equal."""
+    """Return the JSON schema of a setting, with the setting's name prefixed to its definitions, so that names are
+    unique.
+    """
     text = json.dumps(setting.value_schema).replace('"#/$defs/', f'"#/$defs/{setting.name}.')
     schema: dict[str, Any] = json.loads(text)
     if "$defs" in schema:

@@ -25,17 +25,21 @@ PARSERS = {"deepseek_r1": "think", "qwen3": "think"}
 
 
 class Unconvertible(Exception):
-    """A value cannot be converted. The message follows the key and the value."""
+    """Error of a value that cannot be converted. The message is appended to the key and the value."""
 
 
-def setting(name: str) -> Rule:
-    """Return the rule that copies the value to the setting `name`."""
+def copy_to_setting(name: str) -> Rule:
+    """Return a rule that copies a value to the setting `name` of Headrace."""
     return lambda value: ({name: value}, "")
 
 
-def only(*allowed: Any, why: str, explanation: str) -> Rule:
-    """Return a conversion rule for a field of a Trinity configuration that needs no setting: it accepts the `allowed`
-    values and refuses others for the reason `why`.
+def accept_only(*allowed: Any, why: str, explanation: str) -> Rule:
+    """Return a rule for a key that needs no setting. It accepts the `allowed` values and refuses all others.
+
+    Args:
+        allowed: the accepted values.
+        why: reason for refusing other values.
+        explanation: text for the user about an accepted value.
     """
 
     def rule(value: Any) -> tuple[dict[str, Any], str]:
@@ -69,113 +73,139 @@ def tasks(count: Any) -> tuple[dict[str, Any], str]:
 
 
 def port(number: Any) -> tuple[dict[str, Any], str]:
-    """Convert the port of the explorer. 8010, its usual port, is the replica's default port, which then moves."""
+    """Convert the port of the explorer to that of the gateway.
+
+    The explorer's usual port 8010 is also the default port of the replica, which then gets the next port.
+    """
     replica_port = {"inference.port": int(number) + 1} if int(number) == _REPLICA else {}
     return {"gateway.port": number, **replica_port}, ""
 
 
-def data(name: str, explanation: str = "for the program that plays the tasks") -> Rule:
-    """Return a conversion rule for a field of a Trinity configuration that no setting corresponds to: its value is
-    copied to `Conversion.data`, with an explanation for the user.
+def copy_to_data(name: str, explanation: str = "for the program that plays the tasks") -> Rule:
+    """Return a rule for a key without an equivalent setting, which copies the value to `Conversion.data`.
+
+    Args:
+        name: key in `Conversion.data`.
+        explanation: text for the user.
     """
     return lambda value: ({f"data.{name}": value}, explanation)
 
 
-def text(name: str) -> Rule:
+def copy_text_to_data(name: str) -> Rule:
     def rule(value: Any) -> tuple[dict[str, Any], str]:
         if not isinstance(value, str):
             raise Unconvertible("must be a text")
-        return data(name)(value)
+        return copy_to_data(name)(value)
 
     return rule
 
 
-_ALWAYS = "always so"
-_DEVICES = "devices belong to where services are started: docs/guides/sizing.md"
-_RETENTION = "registry.versions_bytes_max and trainer.memory.restore_points_bytes bound what is kept"
-_IGNORED = "Trinity itself ignores it with verl 0.8"
-_CLIENT = "each call says it itself; the gateway records it and changes nothing"
-_ON = only(True, why="it cannot be turned off here", explanation=_ALWAYS)
+_ALWAYS = "Headrace always does this"
+_DEVICES = "devices are assigned where services are started: docs/guides/sizing.md"
+_RETENTION = "registry.versions_bytes_max and trainer.memory.restore_points_bytes limit the stored versions"
+_IGNORED = "has no effect: Trinity itself ignores this key with verl 0.8"
+_CLIENT = "each call sets this value itself; the gateway records it and does not change it"
+_ON = accept_only(True, why="Headrace cannot turn this off; set True", explanation=_ALWAYS)
 
 KEYS: dict[str, str | Rule] = {
-    "mode": only(
-        "serve", "train", "both", why="`headrace up` serves and trains", explanation="`headrace up` does both"
+    "mode": accept_only(
+        "serve", "train", "both", why="must be serve, train or both", explanation="`headrace up` serves and trains"
     ),
-    "project": data("project", "names the lineage"), "group": data("group", "names the lineage"),
-    "name": data("name", "names the lineage"),
-    "checkpoint_root_dir": setting("data_dir"),
+    "project": copy_to_data("project", "names the lineage"), "group": copy_to_data("group", "names the lineage"),
+    "name": copy_to_data("name", "names the lineage"),
+    "checkpoint_root_dir": copy_to_setting("data_dir"),
     "continue_from_checkpoint": _ON,
     "model.model_path": model,
-    "model.max_model_len": setting("inference.torch.context_tokens_max"),
-    "model.max_response_tokens": data("max_tokens", _CLIENT),
-    "model.max_prompt_tokens": "a prompt is never cut; one that is too long is refused",
-    "model.temperature": data("temperature", _CLIENT), "model.top_p": data("top_p", _CLIENT),
-    "model.top_k": only(-1, 0, why="truncated answers are not trained; set -1, or leave it out", explanation=_CLIENT),
+    "model.max_model_len": copy_to_setting("inference.torch.context_tokens_max"),
+    "model.max_response_tokens": copy_to_data("max_tokens", _CLIENT),
+    "model.max_prompt_tokens": "Headrace never cuts a prompt; it refuses a prompt that is too long",
+    "model.temperature": copy_to_data("temperature", _CLIENT), "model.top_p": copy_to_data("top_p", _CLIENT),
+    "model.top_k": accept_only(
+        -1, 0,
+        why="answers sampled with top_k are not trained; set -1, or remove the key",
+        explanation=_CLIENT,
+    ),
     "algorithm.algorithm_type": algorithm,
-    "algorithm.repeat_times": setting("trainer.group_size"),
-    "algorithm.optimizer.lr": setting("trainer.optimizer.learning_rate"),
-    "algorithm.kl_loss_fn_args.kl_coef": setting("trainer.loss.kl"),
-    "algorithm.kl_loss_fn": only(
-        "none", "k3", "low_var_kl", why="the divergence here is k3: trainer.loss.kl", explanation="k3"
+    "algorithm.repeat_times": copy_to_setting("trainer.group_size"),
+    "algorithm.optimizer.lr": copy_to_setting("trainer.optimizer.learning_rate"),
+    "algorithm.kl_loss_fn_args.kl_coef": copy_to_setting("trainer.loss.kl"),
+    "algorithm.kl_loss_fn": accept_only(
+        "none", "k3", "low_var_kl",
+        why="trainer.loss.kl uses the estimator k3; set k3",
+        explanation="trainer.loss.kl uses the estimator k3",
     ),
     "cluster.node_num": _DEVICES, "cluster.gpu_per_node": _DEVICES, "cluster.ray_address": _DEVICES,
-    "explorer.name": "one gateway",
-    "explorer.runner_per_model": "the program that plays decides how many runs go on at once",
-    "explorer.rollout_model.engine_num": data("engine_num", _DEVICES),
-    "explorer.rollout_model.tensor_parallel_size": data("tensor_parallel_size", _DEVICES),
+    "explorer.name": "not needed: there is one gateway",
+    "explorer.runner_per_model": "the program that plays tasks decides how many runs it starts at once",
+    "explorer.rollout_model.engine_num": copy_to_data("engine_num", _DEVICES),
+    "explorer.rollout_model.tensor_parallel_size": copy_to_data("tensor_parallel_size", _DEVICES),
     "explorer.rollout_model.enable_openai_api": _ON, "explorer.rollout_model.enable_openai_client": _ON,
     "explorer.rollout_model.enable_history": _ON, "explorer.rollout_model.enable_auto_tool_choice": _ON,
     "explorer.rollout_model.tool_call_parser": parser("tool_parser"),
     "explorer.rollout_model.reasoning_parser": parser("reasoning_parser"),
-    "explorer.rollout_model.enable_thinking": data(
-        "enable_thinking", "the chat template decides; a call may say it in chat_template_kwargs"
+    "explorer.rollout_model.enable_thinking": copy_to_data(
+        "enable_thinking", "the chat template decides; a call may set it in chat_template_kwargs"
     ),
-    "explorer.rollout_model.dtype": setting("inference.torch.dtype"),
+    "explorer.rollout_model.dtype": copy_to_setting("inference.torch.dtype"),
     "explorer.rollout_model.seed": _CLIENT,
-    "explorer.service_status_check_interval": "replicas are told of a version when it is decided, within a second",
-    "explorer.min_running_model_num": "a version is loaded beside the one that serves, so none ever stops",
-    "explorer.proxy_port": port, "explorer.listen_address": setting("gateway.host"),
-    "explorer.max_timeout": "a call ends when its client leaves", "explorer.db_url": "turns are on the bus",
-    "buffer.train_batch_size": setting("trainer.batch_experiences"),
+    "explorer.service_status_check_interval": "replicas load a new version within a second of its decision",
+    "explorer.min_running_model_num": "a replica loads a new version while it serves the old one, so no replica stops",
+    "explorer.proxy_port": port, "explorer.listen_address": copy_to_setting("gateway.host"),
+    "explorer.max_timeout": "a call ends when its client disconnects",
+    "explorer.db_url": "not needed: turns are stored on the bus",
+    "buffer.train_batch_size": copy_to_setting("trainer.batch_experiences"),
     "buffer.batch_size": tasks,
-    "buffer.total_epochs": data("epochs"), "buffer.total_steps": data("steps"),
-    "buffer.explorer_input.taskset.path": text("path"), "buffer.explorer_input.taskset.split": text("split"),
-    "buffer.explorer_input.taskset.name": text("tasks"),
-    "buffer.explorer_input.taskset.storage_type": "a file or a data set",
-    "buffer.explorer_input.taskset.subset_name": text("subset"),
-    "buffer.explorer_input.taskset.format.prompt_key": text("prompt_key"),
-    "buffer.explorer_input.taskset.format.response_key": text("response_key"),
+    "buffer.total_epochs": copy_to_data("epochs"), "buffer.total_steps": copy_to_data("steps"),
+    "buffer.explorer_input.taskset.path": copy_text_to_data("path"),
+    "buffer.explorer_input.taskset.split": copy_text_to_data("split"),
+    "buffer.explorer_input.taskset.name": copy_text_to_data("tasks"),
+    "buffer.explorer_input.taskset.storage_type": "read from the path: a file or a data set",
+    "buffer.explorer_input.taskset.subset_name": copy_text_to_data("subset"),
+    "buffer.explorer_input.taskset.format.prompt_key": copy_text_to_data("prompt_key"),
+    "buffer.explorer_input.taskset.format.response_key": copy_text_to_data("response_key"),
     "buffer.explorer_input.taskset.rollout_args.*": _CLIENT,
-    "buffer.explorer_input.taskset.rollout_args.temperature": data("temperature", _CLIENT),
-    "buffer.explorer_input.taskset.rollout_args.top_p": data("top_p", _CLIENT),
-    "buffer.explorer_input.taskset.rollout_args.max_tokens": data("max_tokens", _CLIENT),
-    "buffer.explorer_input.default_workflow_type": "the program that plays names its workflow",
-    "buffer.trainer_input.experience_buffer.name": "experiences are on the topic `experiences`",
-    "buffer.trainer_input.experience_buffer.storage_type": "the bus",
-    "buffer.trainer_input.experience_buffer.path": "the bus: bus.address",
-    "buffer.trainer_input.experience_buffer.max_read_timeout": "the trainer waits for ever",
-    "trainer.save_interval": data("save_interval", "a version is made as often as weights are to be synchronised"),
+    "buffer.explorer_input.taskset.rollout_args.temperature": copy_to_data("temperature", _CLIENT),
+    "buffer.explorer_input.taskset.rollout_args.top_p": copy_to_data("top_p", _CLIENT),
+    "buffer.explorer_input.taskset.rollout_args.max_tokens": copy_to_data("max_tokens", _CLIENT),
+    "buffer.explorer_input.default_workflow_type": "the program that plays tasks selects its workflow",
+    "buffer.trainer_input.experience_buffer.name": "experiences are stored on the topic `experiences`",
+    "buffer.trainer_input.experience_buffer.storage_type": "experiences are stored on the bus",
+    "buffer.trainer_input.experience_buffer.path": "bus.address sets the address of the bus",
+    "buffer.trainer_input.experience_buffer.max_read_timeout": "the trainer waits for experiences without a limit",
+    "trainer.save_interval": copy_to_data(
+        "save_interval", "trainer.steps_per_version decides how often a version is saved"
+    ),
     "trainer.trainer_type": _ALWAYS,
-    "trainer.total_steps": setting("trainer.max_steps"),
-    "trainer.ulysses_sequence_parallel_size": only(1, why="one device holds a sequence here", explanation="so"),
-    "trainer.save_hf_checkpoint": only("always", "last", why="every version is in that layout", explanation=_ALWAYS),
+    "trainer.total_steps": copy_to_setting("trainer.max_steps"),
+    "trainer.ulysses_sequence_parallel_size": accept_only(
+        1,
+        why="a sequence is never split over devices; set 1",
+        explanation="a sequence is never split over devices",
+    ),
+    "trainer.save_hf_checkpoint": accept_only(
+        "always", "last",
+        why="every version is saved in the Hugging Face layout; set always or last",
+        explanation=_ALWAYS,
+    ),
     "trainer.max_checkpoints_to_keep": _RETENTION,
     "trainer.trainer_config.trainer.balance_batch": _IGNORED,
     "trainer.trainer_config.trainer.max_actor_ckpt_to_keep": _IGNORED,
     "trainer.trainer_config.trainer.max_critic_ckpt_to_keep": _IGNORED,
-    "trainer.grad_clip": setting("trainer.optimizer.gradient_norm_max"),
-    "synchronizer.sync_method": only(
-        "checkpoint", why="weights travel as versions: set checkpoint", explanation=_ALWAYS
+    "trainer.grad_clip": copy_to_setting("trainer.optimizer.gradient_norm_max"),
+    "synchronizer.sync_method": accept_only(
+        "checkpoint", why="weights are transferred as checkpoints; set checkpoint", explanation=_ALWAYS
     ),
-    "synchronizer.sync_style": only(
+    "synchronizer.sync_style": accept_only(
         "fixed", "dynamic_by_explorer", "explorer_driven",
-        why="training begins when a batch is there", explanation="as soon as a batch is there",
+        why="a step begins when a batch is complete; set fixed", explanation="a step begins when a batch is complete",
     ),
-    "synchronizer.sync_interval": setting("trainer.steps_per_version"),
-    "synchronizer.sync_timeout": "there is nothing to wait for: versions are loaded beside what serves",
-    "synchronizer.sync_offset": "there is nothing to wait for: versions are loaded beside what serves",
-    "monitor.monitor_type": only(
-        "tensorboard", why="TensorBoard and Prometheus are there", explanation="<data_dir>/trainer/tensorboard"
+    "synchronizer.sync_interval": copy_to_setting("trainer.steps_per_version"),
+    "synchronizer.sync_timeout": "not needed: a replica loads a new version while it serves the old one",
+    "synchronizer.sync_offset": "not needed: a replica loads a new version while it serves the old one",
+    "monitor.monitor_type": accept_only(
+        "tensorboard",
+        why="Headrace writes TensorBoard files and Prometheus metrics; set tensorboard",
+        explanation="TensorBoard files are in <data_dir>/trainer/tensorboard",
     ),
 }  # fmt: skip
 
@@ -235,9 +265,9 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def convert(*files: Mapping[str, Any]) -> Conversion:
-    """Convert the tables of Trinity's YAML files: one for explorer and trainer each, or one for both.
+    """Convert the tables of Trinity's YAML files: one file each for explorer and trainer, or one for both.
 
-    The files count as one table. A key with different values in two files is refused.
+    The keys of all files form one table. A key with different values in two files is refused.
     """
     conversion = Conversion()
     keys: dict[str, Any] = {}

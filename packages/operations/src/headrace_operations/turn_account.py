@@ -1,4 +1,4 @@
-"""The account: the state of every captured turn, derived from topics alone (ARCHITECTURE.md, "The account").
+"""The turn account: the state of every captured turn, computed from topics alone (ARCHITECTURE.md, "The account").
 
 Each turn is followed through its events to its present state; no count is computed as a remainder. Events that
 contradict each other are reported as problems: a turn that was trained and dropped, an effect without its cause.
@@ -62,8 +62,7 @@ PROBLEMS_MAX = 100
 
 @dataclass(frozen=True, slots=True)
 class TurnAccount:
-    """Number of captured turns (calls of a model) in each state: `captured` is the sum of `trained`, `waiting` and
-    `dropped`.
+    """Numbers of captured turns by state: `captured` is the sum of `trained`, `waiting` and `dropped`.
 
     If `problems` is empty, every captured turn was counted in exactly one state.
     """
@@ -144,10 +143,7 @@ class TurnAccountBuilder:
         self._published_trajectories[event.trajectory_id] = facts
 
     def _claim_turns(self) -> None:
-        """Assign each turn to the accepted trajectory that has it.
-
-        A refused trajectory gets only the remaining turns.
-        """
+        """Assign each turn to the accepted trajectory that contains it, or else to a refused one."""
         refused = {
             name for name, trajectory in self._published_trajectories.items() if trajectory.event_id in self._refused
         }
@@ -193,7 +189,9 @@ class TurnAccountBuilder:
             self._latest_lineages[event.model] = (event.time, event.lineage)
 
     def _read_reports(self) -> None:
-        """Apply the reports in the order of the saves, because an undone revision may be trained again later."""
+        """Apply the training reports in the order of the trainer's saves (checkpoints), because an undone revision may
+        be trained again later.
+        """
         for report in sorted(self._reports.values(), key=lambda report: (report.lineage, report.account)):
             for verdict in report.verdicts:
                 self._add_verdict(report.lineage, verdict)
@@ -228,7 +226,7 @@ class TurnAccountBuilder:
         """Return the account of all captured turns.
 
         Args:
-            complete: whether the topics still hold every record that was ever written, so that a missing cause is a
+            complete: whether the topics still contain every record ever written. Then a missing cause is reported as a
                 problem.
         """
         self._complete = complete
@@ -282,7 +280,7 @@ class TurnAccountBuilder:
         return "foreign_version" if foreign and all(foreign) else None
 
     def _turn_state(self, turn_id: str, turn: TurnState, lineages: Mapping[str, str]) -> TurnStatus:
-        """Return the state of a turn and its detail: the latest step that any event shows."""
+        """Return the state of a turn with its detail, from the latest stage that any of its events shows."""
         in_training = [self._experience_state(name, turn_id, turn, lineages) for name in sorted(turn.experiences)]
         event_id = turn_id if turn.trajectory is None else self._trajectories[turn.trajectory]
         facts = TurnFacts(
@@ -356,7 +354,7 @@ class TurnAccountBuilder:
 def turn_account_of(
     events: Iterable[Event], lineages: Mapping[str, str] | None = None, *, complete: bool = True
 ) -> TurnAccount:
-    """Account for all `events` at once; see `TurnAccountBuilder`."""
+    """Return the account of all `events`. See `TurnAccountBuilder` for the arguments."""
     builder = TurnAccountBuilder(lineages)
     for event in events:
         builder.add(event)

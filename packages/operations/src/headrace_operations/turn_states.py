@@ -1,4 +1,4 @@
-"""States from which the turn account is built: of turns, experiences, reports, and of feedback without effect."""
+"""States of turns, experiences and reports from which the turn account is built, and feedback without an effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace_schemas.rules.training import TokenKind, unused_reason
 
 @dataclass(slots=True)
 class TurnState:
-    """State of one turn, collected from all topics."""
+    """State of one turn, collected from its events on all topics."""
 
     model: str = ""
     session_key: str = ""
@@ -40,7 +40,7 @@ TurnKey = tuple[str, str]
 
 @dataclass(slots=True)
 class ExperienceState:
-    """A branch on its way to training: its newest revision and the event id of each revision."""
+    """An experience: its turns, its newest revision and the event id of each revision."""
 
     model: str
     tenant: str
@@ -52,7 +52,7 @@ class ExperienceState:
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """The part of a lineage's report about one save that the account needs."""
+    """The outcomes in a lineage's training report about one save (checkpoint of the trainer)."""
 
     lineage: str
     account: int
@@ -115,13 +115,19 @@ class _Judgement:
 
 
 class UnusedFeedback:
-    """Counter of feedback that trained nothing. `add` every feedback event at least once, then call `count`."""
+    """Counter of feedback events that trained nothing.
+
+    Call `add` with every feedback event at least once, then `count`.
+    """
 
     def __init__(self) -> None:
         self._judgements: dict[FeedbackKey, _Judgement] = {}
 
     def add(self, event: Feedback) -> None:
-        """Add the event if it judges turns. Feedback about a task may still apply to future runs, so it is ignored."""
+        """Add a feedback event about turns or a session.
+
+        Feedback about a task is ignored: it may apply to future runs.
+        """
         if not event.has_content or event.level == "task":
             return
         answers = event.preference.pair if event.preference is not None else ()
@@ -130,7 +136,7 @@ class UnusedFeedback:
         self._judgements[event.tenant, event.event_id] = _Judgement(name, event.session_key, turn_ids, event.about)
 
     def count(self, turns: Mapping[FeedbackKey, CapturedTurn]) -> dict[str, int]:
-        """Return the number of feedbacks that trained nothing, by the reasons of their turns.
+        """Return the number of feedback events that trained nothing, by the reasons of their turns.
 
         A preference needs both of its answers; other feedback has an effect if any of its turns can be trained.
         """
@@ -156,7 +162,10 @@ class UnusedFeedback:
 
 
 def _untrained_reasons(judgement: _Judgement, turns: Sequence[CapturedTurn], *, complete: bool) -> set[str]:
-    """Return the reasons why the feedback trains nothing; empty if it may train, or if some turns are not known."""
+    """Return the reasons of its turns why a feedback event trains nothing.
+
+    The result is empty if the event may be trained, or if some of its turns are not known.
+    """
     reasons = [turn.unused_reason(judgement.kind) for turn in turns]
     causes = {reason for reason in reasons if reason is not None}
     return causes if judgement.kind == "preference" or (complete and None not in reasons) else set()

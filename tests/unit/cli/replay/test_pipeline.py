@@ -139,7 +139,7 @@ async def positions_of(records: AsyncIterator[Any]) -> list[tuple[int, int, tupl
 
 
 async def test_by_time_keeps_the_order_of_each_partition() -> None:
-    positions = await positions_of((await merge(log(0, 1, 5, 2), log(1, 1, 3))).by_time())
+    positions = await positions_of((await merge(log(0, 1, 5, 2), log(1, 1, 3))).in_time_order())
     assert positions == [(0, 0, ()), (1, 0, ()), (1, 1, ()), (0, 1, ()), (0, 2, ())]
 
 
@@ -147,15 +147,15 @@ async def test_by_time_keeps_the_order_of_each_partition() -> None:
 async def test_the_order_does_not_depend_on_speed(seed: int) -> None:
     generator = random.Random(seed)
     logs = [log(number, *(generator.randrange(50) for _ in range(30))) for number in range(3)]
-    without_delays = await positions_of((await merge(*logs)).by_time())
-    with_delays = await positions_of((await merge(*logs, delays=generator)).by_time())
+    without_delays = await positions_of((await merge(*logs)).in_time_order())
+    with_delays = await positions_of((await merge(*logs, delays=generator)).in_time_order())
     assert without_delays == with_delays
     assert len(without_delays) == 90
 
 
 async def test_as_read_yields_cuts_and_then_the_remaining_records() -> None:
     ranges = [ReadRange(1, 2), ReadRange(0, 1, (3, 2)), ReadRange(1, 3), ReadRange(7, 9), ReadRange(0, 1)]
-    positions = await positions_of((await merge(log(0, 9, 9, 4), log(1, 8, 8, 8, 2))).as_read(ranges))
+    positions = await positions_of((await merge(log(0, 9, 9, 4), log(1, 8, 8, 8, 2))).in_recorded_order(ranges))
     assert positions == [
         (1, 0, ()),
         (1, 1, ()),

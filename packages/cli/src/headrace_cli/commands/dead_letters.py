@@ -341,15 +341,15 @@ def print_unreadable(at: Snapshot) -> None:
 def print_outcome(plan: Plan, words: str, json: bool) -> None:
     """Print the result of a retry or discard. Exit with status 1 if letters were held back."""
     if json:
-        held_back = [{"id": name, "problem": problem} for name, (_, problem) in plan.held_back.items()]
-        echo_json(jsonlib.dumps({"outcome": words, "ids": list(plan.chosen), "held_back": held_back}, indent=1))
+        not_retriable = [{"id": name, "problem": problem} for name, (_, problem) in plan.not_retriable.items()]
+        echo_json(jsonlib.dumps({"outcome": words, "ids": list(plan.chosen), "held_back": not_retriable}, indent=1))
     else:
         out = console()
         out.print(f"{len(plan.chosen)} dead letters {words}")
-        for letter, problem in list(plan.held_back.values())[:_HELD_BACK_SHOWN]:
+        for letter, problem in list(plan.not_retriable.values())[:_HELD_BACK_SHOWN]:
             out.print(f"  not {letter.id[:_ID_SHOWN]} ({letter.position}): {problem}", markup=False, style="yellow")
-        if len(plan.held_back) > _HELD_BACK_SHOWN:
-            out.print(f"  and {len(plan.held_back) - _HELD_BACK_SHOWN} more", style="yellow")
+        if len(plan.not_retriable) > _HELD_BACK_SHOWN:
+            out.print(f"  and {len(plan.not_retriable) - _HELD_BACK_SHOWN} more", style="yellow")
     print_unreadable(plan.at)
-    if plan.held_back:
+    if plan.not_retriable:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""The control experiments. Each changes the rewards or a setting and has an expected result. Pure."""
+"""The control experiments. Each changes the rewards or a setting and has an expected result. Pure functions."""
 
 from __future__ import annotations
 
@@ -37,22 +37,20 @@ def _keep_rewards(experiences: Sequence[Experience], _chance: random.Random) -> 
 
 
 def _shuffle_rewards(experiences: Sequence[Experience], chance: random.Random) -> list[Experience]:
-    """Exchange the rewards among the runs at random."""
+    """Return the experiences with their rewards exchanged at random among the runs."""
     rewards = [experience.reward for experience in experiences]
     return _replace_rewards(experiences, chance.sample(rewards, len(rewards)))
 
 
 def _flip_rewards(experiences: Sequence[Experience], _chance: random.Random) -> list[Experience]:
-    """Mirror the rewards within their range, so that the best run becomes the worst."""
+    """Return the experiences with rewards mirrored within their range, so that the best run becomes the worst."""
     rewards = [experience.reward for experience in experiences if experience.reward is not None]
     ends = min(rewards, default=0.0) + max(rewards, default=0.0)
     return _replace_rewards(experiences, [ends - reward for reward in rewards])
 
 
 def _draw_rewards(experiences: Sequence[Experience], chance: random.Random) -> list[Experience]:
-    """Replace the reward of each run by a random one from all rewards: a control experiment whose rewards teach
-    nothing.
-    """
+    """Return the experiences with the reward of each replaced by a random one of all rewards, without information."""
     rewards = [experience.reward for experience in experiences]
     return _replace_rewards(experiences, [chance.choice(rewards) for _ in rewards])
 
@@ -107,7 +105,10 @@ CONTROLS = (TRUE, SHUFFLED, FLIPPED, RANDOM, STILL)
 
 
 def only_source(source: str) -> Control:
-    """Return the control that trains with the rewards of one source. Runs without such a reward are left out."""
+    """Return the control experiment that trains with the rewards of one source.
+
+    Runs without its reward are left out.
+    """
 
     def change(experiences: Sequence[Experience], _chance: random.Random) -> list[Experience]:
         scored = ((experience, _source_reward(experience, source)) for experience in experiences)
@@ -124,7 +125,7 @@ def only_source(source: str) -> Control:
 
 
 def reward_sources(experiences: Iterable[Experience]) -> list[str]:
-    """Return the names of all sources that gave rewards."""
+    """Return the names of all sources that contributed to the rewards of the experiences, sorted."""
     return sorted({part.source for experience in experiences for part in experience.parts})
 
 

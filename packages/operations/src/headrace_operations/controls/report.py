@@ -25,7 +25,7 @@ _NO_GAIN = Mean(0.0, 0.0, None, 0.0, ())
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training with a control and a seed, and the scores of its plays of audit tasks."""
+    """One training under a control experiment with one seed, and the scores of its version on the audit tasks."""
 
     control: Control
     seed: int
@@ -60,24 +60,23 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """Gain as a share of the true reward's gain; None if that is not above 0."""
+        """Gain divided by the gain of the true reward, or None if the latter is not above 0."""
         return self.gain.value / self.true_gain.value if self.true_gain.value > 0 else None
 
     @property
     def certainty(self) -> float:
-        """Certainty (0 to 1) that this control gains more than `SHARE_MAX` times what training on the true reward
-        gains.
+        """Probability that this control gains more than `SHARE_MAX` times the gain of the true reward.
 
-        A control without information should not, so a high certainty is a warning.
+        Rewards without information should gain less, so a high probability is a warning.
         """
         return certainty_above(self.gain, self.true_gain, SHARE_MAX)
 
     @property
     def as_expected(self) -> bool:
-        """Whether the control experiment ended as its kind predicts.
+        """Whether the control experiment ended with the result that its `Control.expected` predicts.
 
-        With `open` every result but a fall of the score is as expected. With `not better` it is unexpected only if the
-        score certainly rises by more than the accepted share of the true reward's gain.
+        For `open` every result but a fall of the score is expected. For `not better` the result is unexpected only if
+        the score rises, with enough certainty, by more than `SHARE_MAX` times the gain of the true reward.
         """
         expected = self.control.expected
         if expected == "not better":
@@ -102,7 +101,7 @@ class Report:
     def __init__(
         self, experiences: int, base: Sequence[Score], runs: Sequence[Run], version: str = "", later: int = 0
     ) -> None:
-        """Compare the runs with the base.
+        """Compare the scores of each run with those of the base.
 
         Args:
             experiences: number of experiences on which each control trained.
@@ -130,7 +129,7 @@ class Report:
 
     @property
     def advice(self) -> list[str]:
-        """Suggestions for results that are expected, but could be better."""
+        """Suggestions for results that are as expected but could be improved."""
         uninformed = [row for row in self.rows if row.control.expected == "not better"]
         advice = [f"{row.control.name}: {_NOISE} ({row.gain_text})" for row in uninformed if row.verdict == "worse"]
         advice += [
@@ -187,7 +186,9 @@ def _problem_text(row: Row) -> str:
 
 
 def _comparison(row: Row) -> str:
-    """Describe the gain of a control, its share of the true reward's gain, and the certainty that it is too large."""
+    """Return in words the gain of a control, its share of the true reward's gain, and the certainty that it is too
+    large.
+    """
     beside = "" if row.share is None else f", {row.share:.0%} of the true reward's {row.true_gain.value:+.3f}"
     limit = "0" if row.share is None else f"{SHARE_MAX:.0%} of it"
     return f"{row.gain_text}{beside}; more than {limit} with a certainty of {row.certainty:.1%}"

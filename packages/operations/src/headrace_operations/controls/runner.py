@@ -1,6 +1,7 @@
-"""Runs control experiments on a recording: trains each control, serves the versions, and compares their scores.
+"""Runs control experiments on recorded experiences: trains each control, serves the versions, and compares their
+scores.
 
-Nothing live is changed: blobs, bus and services are in a scratch folder.
+No live service is changed: blobs, bus and services are in a scratch folder.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Request of control experiments. `settings` are those of the command line; the file `config` has all others."""
+    """Request to run control experiments. `settings` override those in the file `config`."""
 
     recording: Recording
     controls: Sequence[Control]
@@ -79,7 +80,7 @@ class TrainedControl:
 
 
 def check(request: Request) -> None:
-    """Check the settings without starting anything.
+    """Check the settings without starting any program.
 
     Raises:
         UsageError: names the missing setting and a remedy.
@@ -138,7 +139,10 @@ def _with_base_folder(request: Request) -> Request:
 
 
 async def _train(request: Request, control: Control, seed: int) -> ShortRun:
-    """Train one control in a process of its own. Each seed but the first has another order of the experiences."""
+    """Train one control in a process of its own.
+
+    Each seed after the first one shuffles the order of the experiences.
+    """
     experiences = list(request.recording.experiences)
     if seed:
         random.Random(f"order {seed}").shuffle(experiences)
@@ -157,8 +161,9 @@ async def _train(request: Request, control: Control, seed: int) -> ShortRun:
 async def _measure(
     request: Request, server: VersionServer, base: Checkpoint, checkpoint: Checkpoint
 ) -> Sequence[Score]:
-    """Serve the version of `checkpoint`, let the registry's program play the audit tasks (held-out tasks that take part
-    in no decision) with it, and return the score of each task.
+    """Serve a trained version, let the gate program play the audit tasks with it, and return the score of each task.
+
+    Audit tasks are held-out tasks that take part in no decision.
     """
     await server.serve(base, checkpoint)
     overrides = request.overrides({"registry.gate.base_url": server.base_url})
@@ -172,7 +177,7 @@ async def _measure(
 async def _run_filter(
     service: str, filter_: str, overrides: Overrides, lines: Iterable[tuple[str, bytes]]
 ) -> list[bytes]:
-    """Run a filter program of a service and return all lines that it writes for the input lines."""
+    """Run a program of a service that reads lines from standard input, and return all lines that it writes."""
     results: list[bytes] = []
     async with start_program(service, overrides.environ, filter_) as program:
 
@@ -196,7 +201,7 @@ async def from_bus(bus: str, topic_range: Range) -> list[Experience]:
 
 
 def from_file(path: Path) -> list[Experience]:
-    """Read the JSON lines of `headrace replay events experiences`.
+    """Read experiences from a file of JSON lines that `headrace replay events experiences` has written.
 
     Raises:
         UsageError: names the first invalid line.
@@ -227,10 +232,11 @@ def _event(path: Path, number: int, line: str) -> Experience | None:
 
 
 def select_trainable(experiences: Iterable[Experience], model: str, count: int) -> Recording:
-    """Select the newest revision of each branch of `model` that has a reward and was sampled by the first version only.
+    """Select the experiences for the controls: the newest revision of each branch with a reward, of the first version
+    only.
 
-    Answers of later versions contain what training has taught. A model that imitates them improves with any reward,
-    because a clipped loss raises rare answers with a positive advantage more than it lowers those with a negative one.
+    Answers of later versions already reflect training. A model that imitates them improves with any reward, because a
+    clipped loss raises rare answers with a positive advantage more than it lowers those with a negative one.
 
     Args:
         experiences: all experiences of the recording, in the order of their times.
@@ -263,7 +269,7 @@ _POLL_S = 0.3
 class VersionServer:
     """Gateway and replica that serve one trained version and its base at a time. `serving` creates it.
 
-    So memory need only be as large as for a live swap of versions.
+    Serving one version at a time limits the memory to that of a live swap of versions.
     """
 
     def __init__(self, supervisor: Supervisor) -> None:
@@ -272,7 +278,8 @@ class VersionServer:
         self.base_url = f"{supervisor.url('gateway')}/v1"
 
     async def serve(self, base: Checkpoint, checkpoint: Checkpoint) -> None:
-        """Serve a version and its base in place of those before, and return when the replica has loaded the version.
+        """Serve a version and its base in place of the previous ones, and wait until the replica has loaded the
+        version.
 
         Raises:
             HeadraceError: the replica could not load the version, or not in time.

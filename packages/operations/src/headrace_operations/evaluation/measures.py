@@ -1,8 +1,8 @@
 """Metrics of tasks by name: the built-in ones, plug-ins of the group `headrace.task_metrics`, and functions in files.
 
-A metric is a function of a task and its playthrough. It returns a number, a boolean, or None if the task has no
-column that it could measure. None is left out of the mean and counted; it is not a zero. Each built-in metric is pure
-and documents the task columns that it reads.
+A metric is a function of a task and its playthrough. It returns a number, a boolean, or None if the task lacks the
+column that the metric reads. Tasks with None are counted separately and left out of the mean. Each built-in metric is
+pure and documents the task columns that it reads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Compute = Callable[[EvaluationTask, Playthrough], object]
 
 @dataclass(frozen=True, slots=True)
 class TaskMetric:
-    """A metric. `reads` is the task column that it requires; empty if it requires none."""
+    """A metric of plays. `reads` is the task column that it requires, or empty if it requires none."""
 
     compute: Compute
     reads: str = ""
@@ -63,7 +63,7 @@ def applicable_metrics(tasks: Iterable[EvaluationTask]) -> list[str]:
 
 
 def compute_metric(name: str, metric: TaskMetric, task: EvaluationTask, played: Playthrough) -> float | None:
-    """Compute a metric.
+    """Compute a metric of one play, or None if the task lacks the column that the metric reads.
 
     Raises:
         HeadraceError: the metric failed or returned no finite number; neither is a score of the model.
@@ -108,13 +108,15 @@ _EDGES = " \t\n.!?,;:'\"`*()[]{}$"
 
 
 def success(task: EvaluationTask, played: Playthrough) -> bool | None:
-    """Return whether the last answer equals one of the column `answer`: the same words, or the same last number."""
+    """Return whether the last answer equals an entry of the task's column `answer`: the same words, or the same last
+    number.
+    """
     accepted_answers = _as_list(task.fields.get("answer"))
     return None if not accepted_answers else any(_matches(played.text, answer) for answer in accepted_answers)
 
 
 def steps(_task: EvaluationTask, played: Playthrough) -> float:
-    """Return how many calls of the model the agent needed for the task."""
+    """Return the number of model calls that the agent needed for the task."""
     return float(len(played.answers))
 
 
@@ -133,8 +135,9 @@ def follows_format(task: EvaluationTask, played: Playthrough) -> bool | None:
 
 
 def tool(task: EvaluationTask, played: Playthrough) -> float | None:
-    """Return how many of the tools that the task expects (column `tool`) the model called in the expected order, as a
-    share from 0 to 1; None if the task expects nothing about tools.
+    """Return the share of the expected tools (column `tool`) that the model called in the expected order, from 0 to 1.
+
+    The result is None for a task without the column.
 
     An empty list expects that no tool is called: the result is 1 if none was called, else 0.
     """
@@ -150,8 +153,9 @@ def tool(task: EvaluationTask, played: Playthrough) -> float | None:
 
 
 def arguments(task: EvaluationTask, played: Playthrough) -> float | None:
-    """Return the share of the expected tool calls that the model made with the expected arguments, from 0 to 1; None if
-    the task does not expect any.
+    """Return the share of the expected tool calls that the model made with the expected arguments, from 0 to 1.
+
+    The result is None for a task without expected calls.
 
     The columns `tool` and `arguments` list the tools and, in the same order, the arguments of each. A call may have
     more arguments than expected.
@@ -174,7 +178,9 @@ def arguments(task: EvaluationTask, played: Playthrough) -> float | None:
 
 
 def recall(task: EvaluationTask, played: Playthrough) -> float | None:
-    """Return the share of the column `relevant` that the last answer or the field `found` of the play names."""
+    """Return the share of the entries in column `relevant` that the last answer, or the play's field `found`,
+    mentions.
+    """
     relevant = _as_list(task.fields.get("relevant"))
     if not relevant:
         return None

@@ -1,7 +1,8 @@
-"""Plays every task several times with one version and measures the results with confidence intervals of 95 %.
+"""Plays every task several times with one version, and computes metrics with 95 % confidence intervals.
 
 A play that fails makes the whole evaluation fail: it is not a wrong answer, and leaving it out would bias the mean.
-`serve` does the same as a gate program (docs/gate.md): it sends the tasks' names, then a metric's value for each play.
+`serve` plays tasks as a gate program (docs/gate.md): it sends the names of the tasks, then the score of each requested
+play.
 """
 
 from __future__ import annotations
@@ -57,8 +58,12 @@ class Measurement:
 def bootstrap(by_task: Sequence[Sequence[float]], seed: int) -> tuple[float, float]:
     """Return the percentile bootstrap interval of the mean (Efron 1979).
 
-    Tasks are resampled, each with all of its plays, because plays of one task are correlated: resampling single plays
+    Tasks are resampled together with all of their plays. Plays of one task are correlated, so resampling single plays
     would make the interval too narrow.
+
+    Args:
+        by_task: values by task.
+        seed: seed of the random choices.
     """
     generator = random.Random(f"bootstrap {seed}")
     means = []
@@ -70,7 +75,13 @@ def bootstrap(by_task: Sequence[Sequence[float]], seed: int) -> tuple[float, flo
 
 
 def measure(by_task: Sequence[Sequence[float]], seed: int) -> Measurement:
-    """Measure a metric: with Wilson's interval for binary values of tasks that were played once, else by bootstrap."""
+    """Return the mean of a metric with its interval: Wilson's for binary values of one play per task, else the
+    bootstrap.
+
+    Args:
+        by_task: values of the metric by task.
+        seed: seed of the bootstrap.
+    """
     values = [value for plays in by_task for value in plays]
     single = all(len(plays) == 1 for plays in by_task)
     if single and all(value in (0.0, 1.0) for value in values):
@@ -118,9 +129,7 @@ class Evaluation:
 
 
 class Player:
-    """Runs the agent on evaluation tasks with any version; several threads may play at once. The caller must close
-    it.
-    """
+    """Runs the agent on evaluation tasks with any version, also from several threads. The caller must close it."""
 
     def __init__(self, options: EvaluationOptions) -> None:
         """Load the agent and open the client.
@@ -133,7 +142,7 @@ class Player:
         self._http = connection(options.base_url, options.key)
 
     def play(self, version: str, task: EvaluationTask, seed: int) -> Playthrough:
-        """Play one task.
+        """Run the agent on one task with a version, and return the conversation.
 
         Raises:
             HeadraceError: the task could not be played.
@@ -203,7 +212,9 @@ def values_by_task(by_name: Mapping[str, list[float]], tasks: Sequence[Evaluatio
 
 
 def play_seed(task: EvaluationTask, seed: int, number: int) -> int:
-    """Return the seed of one play. It is the same for every version, so that comparisons are paired."""
+    """Return the seed of one play, which is the same for every version, so that comparisons between versions are
+    paired.
+    """
     digest = hashlib.sha256(f"{task.name} {seed} {number}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
 
@@ -233,7 +244,7 @@ def _agent(options: EvaluationOptions) -> Agent:
 
 
 def _playthrough_parts(result: object) -> tuple[Sequence[Mapping[str, Any]], Mapping[str, Any]]:
-    """Convert the result of an agent to messages and fields: from messages, a text, or an object with messages."""
+    """Return the messages and the fields in the result of an agent: messages, a text, or an object with messages."""
     if isinstance(result, str):
         return [{"role": "assistant", "content": result}], {}
     if isinstance(result, Mapping):

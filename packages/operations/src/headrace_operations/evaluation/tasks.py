@@ -24,8 +24,9 @@ _NAME_LENGTH_MAX = 200
 
 @dataclass(frozen=True)
 class EvaluationTask:
-    """One task for evaluating a model: the prompt, the tools and the split. `fields` has all columns of its row, for
-    the metrics.
+    """One evaluation task: its prompt, its tools and its split.
+
+    `fields` has all columns of its row, for the metrics.
     """
 
     name: str
@@ -60,7 +61,7 @@ def read(path: Path) -> tuple[EvaluationTask, ...]:
 
 
 def splits(tasks: Sequence[EvaluationTask]) -> dict[str, list[str]]:
-    """Return the names of the tasks by split, in the form that a gate program sends.
+    """Return the names of the tasks by split, which a gate program sends to the registry.
 
     Raises:
         UsageError: a split has no task.
@@ -89,7 +90,7 @@ def _task(row: Mapping[str, Any]) -> EvaluationTask:
 
 
 def _default_name(messages: Sequence[Message]) -> str:
-    """Return the question itself if it is short, so that messages can show it, otherwise a digest."""
+    """Return a task's name: its question if that is short, so that messages can show it, otherwise a digest of it."""
     text = messages[-1].text.strip()
     if len(messages) == 1 and 0 < len(text) <= _NAME_LENGTH_MAX:
         return text
@@ -98,7 +99,9 @@ def _default_name(messages: Sequence[Message]) -> str:
 
 
 def _default_split(name: str) -> str:
-    """Return a split by the digest of the name: half of the names each, independent of the order of the file."""
+    """Return the split of a task by the digest of its name: half of all tasks are in each split, in any order of the
+    file.
+    """
     return SPLITS[hashlib.sha256(name.encode()).digest()[0] % 2]
 
 
@@ -110,7 +113,7 @@ _BODY_LENGTH_MAX = 300
 
 @dataclass(frozen=True)
 class Playthrough:
-    """Conversation of one play of a task. Custom agents may add `fields` for custom metrics."""
+    """The conversation of one play of a task. Agents of users may add `fields` for metrics of their own."""
 
     messages: Sequence[Mapping[str, Any]]
     """Messages of the model and results of tools, in the format of the OpenAI API."""
@@ -219,7 +222,7 @@ def simple_agent(calls_max: int) -> Agent:
 
 
 def _tool_result(results: Any, call: Mapping[str, Any]) -> str:
-    """Return the task's result of a tool call, looked up by name and arguments, otherwise by name."""
+    """Return the result that the task defines for a tool call, looked up by name and arguments, otherwise by name."""
     function = call.get("function", {})
     name, arguments = str(function.get("name")), _parse_arguments(function.get("arguments"))
     result = results.get(name) if isinstance(results, Mapping) else None

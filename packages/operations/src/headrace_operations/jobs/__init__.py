@@ -1,8 +1,8 @@
 """Offline training on files and topics: `headrace train`. See docs/guides/offline-training.md.
 
-Rows of files are checked, tokenized as a replica would, and published as experiences on a topic of the job. A trainer
-then trains a lineage on that topic, as in a replay. Every decision follows from the digests of the files and from the
-options, so a job that was killed resumes where it stopped and ends with the same bytes.
+Rows of files are checked, tokenized as a replica tokenizes them, and published as experiences on a topic of the job. A
+trainer then trains a lineage on that topic, as in a replay. Every decision follows from the digests of the files and
+from the options, so a job that was killed resumes where it stopped and ends with the same bytes.
 """
 
 from __future__ import annotations

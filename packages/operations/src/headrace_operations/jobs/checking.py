@@ -1,4 +1,4 @@
-"""Checking and tokenizing of the rows of a job. The result, `jobs/<lineage>.rows`, is replaced as a whole.
+"""Checking and tokenizing of a job's rows. The result file, `jobs/<lineage>.rows`, is replaced atomically.
 
 Rows that repeat a held-out task of the gate or of a file are refused, because training on them would inflate its score.
 """
@@ -43,7 +43,7 @@ Tick = Callable[[str, int, int], None]
 
 
 class CheckedRow(Model):
-    """A row that can be trained with its tokens; one line of the file of checked rows."""
+    """A row that passed the checks, with its tokens: one line of the file of checked rows."""
 
     file: Sha256
     row: Annotated[int, Field(ge=1)]
@@ -59,8 +59,8 @@ class RowChecker:
 
     Args:
         prepared: the job.
-        tick: reports the progress.
-        target: file of the checked rows; None writes none.
+        tick: callback that gets the progress.
+        target: file to write the checked rows to, or None.
         preview: number of first rows that the report shows with their token texts.
     """
 
@@ -161,7 +161,7 @@ class RowChecker:
 
     def _add_checked_row(self, line: WrittenLine, output: IO[bytes] | None) -> None:
         file, row_number, row = self._pending.pop(line.number)
-        self.report.keep(line.answers)
+        self.report.accept(line.answers)
         if any(branch.texts for branches in line.answers for branch in branches):
             self.report.shown.append(PreviewRow(file.path.name, row_number, line.answers))
         if output is not None:
@@ -222,7 +222,11 @@ _GATE_S_MAX = 60.0
 
 
 class HeldOutTasks:
-    """Names of held-out tasks by text. A row leaks a task if a user message equals it or contains a shingle of it."""
+    """Names of held-out tasks by their text. A row leaks a task if a user message contains the task's text or a part of
+    it.
+
+    A part is a shingle: a sequence of words of a fixed length.
+    """
 
     def __init__(self, tasks: Mapping[str, str]) -> None:
         self._texts_by_words: dict[tuple[str, ...], str] = {}

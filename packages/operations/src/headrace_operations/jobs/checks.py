@@ -17,7 +17,7 @@ _PRINTED_MAX = 10
 
 
 def check(row: DataRow) -> None:
-    """Check one row.
+    """Check that one row can be trained.
 
     Raises:
         BadRow: a message is empty, the roles are out of order, or the answers of a preference cannot be compared.
@@ -94,7 +94,7 @@ class DuplicateDetector:
         self._labels: dict[str, tuple[str, bool | None]] = {}
 
     def check(self, row: DataRow, location: str) -> None:
-        """Check a row against all rows before it.
+        """Check that a row neither repeats nor contradicts an earlier one, and remember it.
 
         Args:
             row: the row.
@@ -136,7 +136,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class PreviewRow:
-    """A row with its token texts as it would be trained, for printing."""
+    """A row with the texts of its tokens, for printing how it would be trained."""
 
     file: str
     row: int
@@ -145,7 +145,7 @@ class PreviewRow:
 
 @dataclass(slots=True)
 class CheckReport:
-    """Counts of the rows that were checked. It is filled in while the rows are read."""
+    """Counts of the checked rows, which grow while the rows are read."""
 
     rows: int = 0
     kept: int = 0
@@ -173,11 +173,11 @@ class CheckReport:
         if len(self.refusals) < REFUSALS_LISTED_MAX:
             self.refusals.append(refusal)
 
-    def keep(self, answers: tuple[tuple[WrittenBranch, ...], ...]) -> None:
+    def accept(self, answers: tuple[tuple[WrittenBranch, ...], ...]) -> None:
         """Count a valid row of the data set: add its experiences, sequence lengths and trained tokens to the totals.
 
         Args:
-            answers: for each answer of the row, the token sequences (branches) that are trained of it.
+            answers: for each answer of the row, the token sequences (branches) that are trained for it.
         """
         self.kept += 1
         for branches in answers:
@@ -192,7 +192,9 @@ class CheckReport:
         return self.refused.total()
 
     def spread(self) -> dict[str, int]:
-        """Return minimum, median, 95th percentile and maximum of the branches' lengths in tokens; empty without any."""
+        """Return minimum, median, 95th percentile and maximum of the branch lengths in tokens, or nothing without
+        branches.
+        """
         if not self.lengths:
             return {}
         lengths = sorted(self.lengths)

@@ -75,10 +75,9 @@ def experiences(row: CheckedRow, epoch: int, *, model: str, version: str, time: 
 
 
 def _reward(row: CheckedRow, *, paired: bool) -> float | None:
-    """Return the reward of a row: its number, or 1 or 0 for a good or bad label; otherwise None.
+    """Return the reward in a row: its number, or 1 for a good and 0 for a bad label, or None if it has neither.
 
-    A missing reward is not invented; the field `origin` shows that the row was written for training. Rows with a
-    preference have no reward, because only the comparison counts.
+    Rows with a preference have no reward, because only the comparison counts.
     """
     if paired:
         return None
@@ -106,7 +105,7 @@ def _branch(written: WrittenBranch, run: str, version: str) -> Branch:
 
 
 async def fill_topic(prepared: PreparedJob, journal: JobJournal, bus: str, topic: str, total: int, tick: Tick) -> int:
-    """Publish the missing experiences. Return the total number of experiences, all of which the topic then has.
+    """Publish the job's experiences that the topic lacks, and return the total number of experiences.
 
     Raises:
         HeadraceError: the topic has records that are not of this job.
@@ -141,7 +140,7 @@ async def fill_topic(prepared: PreparedJob, journal: JobJournal, bus: str, topic
 
 
 async def _count_written(topics: Topics, topic: str) -> int:
-    """Return the number of records of the job that the topic has.
+    """Return the number of the job's records that are on the topic.
 
     Raises:
         HeadraceError: the last record is not of this job.

@@ -24,7 +24,7 @@ _COMMON_COLUMNS = ("system", "tools", "reward")
 
 @dataclass(frozen=True, slots=True)
 class RowFormat:
-    """A row format. `read` gets a row that has all `columns`, and raises `BadRow` if their values are invalid."""
+    """A row format. `read` converts a row that has all `columns`, and raises `BadRow` if their values are invalid."""
 
     columns: tuple[str, ...]
     read: Callable[[RawRecord], DataRow]
@@ -39,7 +39,7 @@ class RowReader:
     """Parser of data set rows in one of the supported formats, for example chats or preferences.
 
     Args:
-        columns: column name of the format to column name of the source.
+        columns: name of the column in the file, by its name in the format.
         form: name of the format; None selects it for each row by its columns.
         ignored: fields of messages to ignore.
     """
@@ -49,7 +49,7 @@ class RowReader:
     ignored: frozenset[str] = frozenset()
 
     def read(self, record: RawRecord) -> DataRow:
-        """Convert a row.
+        """Convert a row of a file to a prompt with answers.
 
         Raises:
             BadRow: the row is invalid.
@@ -67,7 +67,7 @@ class RowReader:
         return row
 
     def unread(self, record: RawRecord) -> frozenset[str]:
-        """Return the columns of a row that its format does not read."""
+        """Return the names of the columns of a row that its format ignores."""
         renamed = self._rename_columns(record)
         row_format = self._select_format(renamed)
         return frozenset(renamed) - {*row_format.columns, *row_format.optional, *_COMMON_COLUMNS}

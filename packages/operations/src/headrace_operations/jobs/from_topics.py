@@ -1,4 +1,4 @@
-"""Jobs that train on a range of a topic: a replay with another algorithm that resumes by itself."""
+"""Jobs that train on a range of a topic: a replay with another algorithm, which resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tick = Callable[[str, int, int], None]
 
 
 async def train(request: Request, tick: Tick) -> Report:
-    """Copy the range and train on it, or resume with the copy of an earlier process."""
+    """Copy the range of the topic and train on the copy, or continue with the copy of an interrupted process."""
     written = runner.CopyState.read(runner.file_path(request, ".json"))
     if written is not None:
         return await runner.resume(request, tick)
@@ -55,7 +55,7 @@ async def offer_last_version(request: Request) -> None:
 
 
 def source_topic(sources: list[str]) -> str | None:
-    """Return the topic that `sources` names; None if they are files.
+    """Return the topic that `sources` names, or None if all sources are files.
 
     Raises:
         UsageError: the topic cannot be trained on, or there are other sources as well.

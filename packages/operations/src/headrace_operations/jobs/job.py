@@ -1,7 +1,6 @@
-"""Description of a job, the digest by which two jobs are compared, and the journal of its finished parts,
-`jobs/<lineage>.json`.
+"""Description of a job, the digest by which two jobs are compared, and the journal of its finished parts.
 
-A job that was killed resumes after the last part in its journal.
+The journal is the file `jobs/<lineage>.json`. A job that was killed resumes after the last part in its journal.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Paths = str | Path | Sequence[str | Path]
 
 @dataclass(frozen=True)
 class RowOptions:
-    """Options for reading files as rows."""
+    """Options for reading the rows of files."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
     """Column name of the format to column name of the files."""
@@ -96,7 +95,7 @@ class Job:
 
 @dataclass(frozen=True)
 class PreparedJob:
-    """A job with everything that follows from it. `prepare` builds it without starting anything."""
+    """A checked job, with its resolved settings, files, digest, lineage and model. `prepare` creates it."""
 
     job: Job
     overrides: Overrides
@@ -115,7 +114,7 @@ class PreparedJob:
 
 
 def prepare(job: Job, environ: Mapping[str, str] | None = None) -> PreparedJob:
-    """Check a job without starting anything.
+    """Check a job and resolve its settings and files, without starting any program.
 
     Raises:
         UsageError: names the invalid value and a remedy.
@@ -167,7 +166,7 @@ def _base(overrides: Overrides) -> Path:
 
 
 def _digest(job: Job, overrides: Overrides, base: Path, files: Sequence[RowFile]) -> str:
-    """Return the digest of the job.
+    """Return a digest by which two jobs with equal results are recognized.
 
     It covers the contents and the order of files, but not their names and locations.
     """
@@ -194,7 +193,7 @@ def _name_part(name: str) -> str:
 
 
 class JobJournal(Model):
-    """Finished parts of a job. Fields are None or False until their part is finished."""
+    """Finished parts of a job. Fields of a part are None or False until the part is finished."""
 
     digest: Sha256
     kind: str
@@ -223,7 +222,7 @@ class JobJournal(Model):
 
     @classmethod
     def begin(cls, prepared: PreparedJob, now: datetime) -> Self:
-        """Return the journal of this job, a new one if there is none.
+        """Return the journal of this job from its file, or a new journal.
 
         Raises:
             UsageError: the lineage is that of another job.
@@ -245,7 +244,7 @@ class JobJournal(Model):
         files.replace_file(path, self.model_dump_json(indent=1).encode())
 
     def record(self, path: Path, **fields: object) -> Self:
-        """Return the journal with new field values, after they were written durably to `path`."""
+        """Write the journal with changed fields durably to `path`, and return it."""
         journal = self.model_copy(update=fields)
         journal.write(path)
         return journal

@@ -1,4 +1,4 @@
-"""Parsing of messages and tools of data sets into those of events. Pure."""
+"""Conversion of messages and tools in data sets to the message types of events. Pure functions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def parse_chat(value: object, location: str, *, weighted: bool = False) -> tuple
 
 
 def untrained_positions(value: object) -> tuple[int, ...]:
-    """Return the positions of messages with `"weight": 0`, assistant messages that are context and not trained.
+    """Return the positions of assistant messages with `"weight": 0`, which are context and are not trained.
 
     Raises:
         BadRow: a weight is neither 0 nor 1.
@@ -79,7 +79,7 @@ def _is_trained(message: Mapping[str, Any], position: int) -> bool:
 
 
 def zero_or_one(value: object) -> bool | None:
-    """Convert a number of any library, 0 or 1, to a boolean; return None for other values."""
+    """Return a number 0 or 1 of any library as a boolean, and None for any other value."""
     try:
         number = plain_number(value)
     except (TypeError, ValueError):

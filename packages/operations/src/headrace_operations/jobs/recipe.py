@@ -103,7 +103,7 @@ class StagedTraining(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class StageEnvironment:
-    """Settings file, bus and data directory of all stages."""
+    """Settings file, bus address and data directory, which all stages share."""
 
     config: Path | None = None
     bus: str | None = None
@@ -164,7 +164,9 @@ def _job(
     *,
     offer: bool,
 ) -> Job:
-    """Build the job of a stage. Settings of the stage override those of the recipe, which override the file's."""
+    """Build the job of a stage. Settings of the stage override those of the recipe, and these override the settings
+    file.
+    """
     options = RowOptions(
         columns=stage.columns,
         form=stage.format,
@@ -192,7 +194,7 @@ def _job(
 
 
 def flatten_settings(table: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
-    """Return nested tables as settings by dotted name."""
+    """Return the values in nested tables by the dotted names of the settings."""
     settings: dict[str, object] = {}
     for name, value in table.items():
         settings |= (
@@ -270,7 +272,7 @@ async def train_stage(
 
 @contextlib.asynccontextmanager
 async def _services(prepared: PreparedJob) -> AsyncIterator[Supervisor]:
-    """Start the services of `headrace up` in a data directory of the stage. All stages share the blob store."""
+    """Start the services of `headrace up` in the stage's own data directory. All stages share one blob store."""
     overrides = prepared.overrides
     blobs = overrides.get("blobs.url") or (prepared.data_dir / "blobs").as_uri()
     stage_settings: dict[

@@ -1,9 +1,9 @@
-"""Execution of a job: check the rows, start the lineage, fill the topic, train, announce. Each part is durable.
+"""Execution of a job: check the rows, start the lineage, fill the topic, train, announce the version.
 
-A job that was killed repeats only the part that was not finished. Rows and ids follow from the files, the topic is
-filled from its present end, and the trainer resumes from its last save, so batches and weights are those of an
-uninterrupted job. The job uses the configured bus, that of a running `headrace up`, or an embedded broker for its
-duration.
+Each finished part is stored durably. A job that was killed repeats only the part that was not finished. Rows and ids
+follow from the files, the topic is filled from its present end, and the trainer resumes from its last checkpoint, so
+batches and weights are those of an uninterrupted job. The job uses the configured bus, that of a running `headrace up`,
+or an embedded broker for its duration.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BROKER_START_S_MAX = 600.0
 
 @contextlib.asynccontextmanager
 async def open_bus(prepared: PreparedJob) -> AsyncIterator[str]:
-    """Yield the address of the bus, and set it for the programs of the job.
+    """Start a broker if no bus runs, yield the address of the bus, and set this address for the programs of the job.
 
     Raises:
         UsageError: a setting is invalid.
@@ -85,7 +85,7 @@ class JobResult:
 
 
 def run(job: Job, tick: Tick = lambda activity, completed, total: None) -> str:
-    """Train and return the last version. The call blocks.
+    """Run a job and return the version id of its last version. The call blocks.
 
     Args:
         job: the job.
@@ -165,7 +165,7 @@ async def _train_lineage(prepared: PreparedJob, journal: JobJournal, bus: str, t
 async def _run_trainer(
     prepared: PreparedJob, bus: str, progress: Callable[[program.TrainingReports], None]
 ) -> program.TrainingReports:
-    """Run the trainer until the end of the topic.
+    """Run the trainer on the job's topic until its end, and return its reports.
 
     On an empty topic the run only creates the lineage, so settings that the trainer refuses fail before a record is
     written.

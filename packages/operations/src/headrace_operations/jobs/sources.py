@@ -1,4 +1,4 @@
-"""Rows and the files that hold them: JSON lines, a JSON list, Parquet and Arrow, or a folder of Hugging Face
+"""Rows and the files that contain them: JSON lines, a JSON list, Parquet, Arrow, or a folder of Hugging Face
 `datasets`.
 
 Parquet and Arrow files need `pyarrow`, which is imported only for them.
@@ -28,7 +28,7 @@ _BATCH_ROWS = 256
 
 
 class BadRow(HeadraceError):
-    """A row that cannot be trained. `kind` is a stable name of the reason."""
+    """Error of a row that cannot be trained. `kind` is a stable name of the reason."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -37,7 +37,7 @@ class BadRow(HeadraceError):
 
 @dataclass(frozen=True, slots=True)
 class DataRow:
-    """Row of a file. Each of `answers` continues `prompt`; the first of two answers is the preferred one."""
+    """Row of a data set. Each of `answers` continues `prompt`; the first of two answers is the preferred one."""
 
     prompt: tuple[Message, ...]
     answers: tuple[tuple[Message, ...], ...]
@@ -142,9 +142,9 @@ def _is_metadata(path: Path) -> bool:
 
 
 def _split_of(path: Path, folder: Path) -> str:
-    """Return the split of a file.
+    """Return the name of the split that a file belongs to, from its folder or its name.
 
-    `train/data-00000-of-00001.arrow` and `data/train-00000-of-00001.parquet` are both of the split train.
+    `train/data-00000-of-00001.arrow` and `data/train-00000-of-00001.parquet` both belong to the split `train`.
     """
     stem = path.stem
     name = min((stem.partition(mark)[0] for mark in _SPLIT_MARKS), key=len)
@@ -275,8 +275,11 @@ def _enumerate_rows(batches: Iterable[Any]) -> Iterator[tuple[int, dict[str, Any
 
 
 def _batch_rows(batch: Any) -> Iterator[dict[str, Any] | BadRow]:
-    """Yield the rows of a batch. Rows with a value that Python cannot represent, such as a date in the year 20000, are
-    invalid, and the others are not."""
+    """Yield the rows of an Arrow batch.
+
+    A row with a value that Python cannot represent, such as a date in the year 20000, becomes a `BadRow`; the other
+    rows are not affected.
+    """
     try:
         rows = batch.to_pylist()
     except (ValueError, OverflowError) as error:

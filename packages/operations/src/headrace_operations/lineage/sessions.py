@@ -18,9 +18,10 @@ REVISIONS_MAX = 100_000
 
 @dataclass(frozen=True, slots=True)
 class TrainingStatus:
-    """Result of one revision in one lineage: `trained`, `dropped` or `undone`, with the save that reported it.
+    """Result of one revision of an experience in one lineage: `trained`, `dropped` or `undone`.
 
-    `version` is the first version that contains the revision; None if no version does.
+    `account` is the number of the save (checkpoint of the trainer) that reported it. `version` is the first version
+    that contains the revision, or None if no version does.
     """
 
     lineage: str
@@ -32,7 +33,7 @@ class TrainingStatus:
 
 @dataclass(frozen=True, slots=True)
 class RevisionTrace:
-    """One revision of an experience of the session. `fates` is empty while no lineage has reported it."""
+    """One revision of an experience of the session, with its result in each lineage that reported it (`fates`)."""
 
     experience_id: str
     revision: int
@@ -50,7 +51,8 @@ class RevisionTrace:
 class Run:
     """One trajectory of the session, with the reasons why turns of it are in no experience.
 
-    `left_out` has the reason of each such turn. `held_out` is the reason why no turn is trained, or None.
+    `left_out` has the reason for each such turn. `held_out` is the reason if no turn of the run is trained, otherwise
+    None.
     """
 
     trajectory_id: str
@@ -72,7 +74,7 @@ class SessionTrace:
 
 @dataclass(slots=True)
 class _LineageReports:
-    """Reports of one lineage about the experiences of the session."""
+    """Training reports of one lineage, reduced to the experiences of the session."""
 
     last: int = -1
     outcomes: dict[RevisionKey, tuple[TrainingOutcome, int]] = field(default_factory=dict)
@@ -83,7 +85,10 @@ class _LineageReports:
     """Last outcome of each undone revision, with its save and the version that contained it."""
 
     def add(self, report: TrainingMetrics, experience_ids: Mapping[str, object]) -> None:
-        """Apply the part of a report that is about `experience_ids`. Reports must come in the order of the saves."""
+        """Apply the entries of a report about `experience_ids`.
+
+        Reports must be added in the order of the trainer's saves.
+        """
         if report.account <= self.last:
             return
         self.last = report.account
@@ -120,7 +125,7 @@ class _LineageReports:
         return name in self.outcomes and self.outcomes[name][0].dropped is None and name not in self.undone
 
     def status(self, lineage: str, name: RevisionKey) -> TrainingStatus | None:
-        """Return the status of a revision in this lineage; None if the lineage has not reported it."""
+        """Return the result of a revision in this lineage, or None if the lineage has not reported it."""
         if name not in self.outcomes:
             return None
         outcome, account = self.outcomes[name]

@@ -1,6 +1,4 @@
-"""Trace of a version: the experiences that the weights contain after each save, and how they differ from another
-version's.
-"""
+"""Trace of a version: the experiences that its weights were trained on, and how they differ from another version's."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ RevisionKey = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, order=True)
 class TrainingPosition:
-    """Position at which the training of a revision was reported: the number of the lineage's save, and the index among
-    its outcomes.
-    """
+    """Position of a revision's training in a lineage: number of the save (checkpoint) and index among its outcomes."""
 
     account: int
     order: int
@@ -31,10 +27,10 @@ class TrainingPosition:
 
 @dataclass(slots=True)
 class TrainedRevisions:
-    """Experience revisions that the weights of one lineage were trained on, from its `training-metrics`.
+    """Experience revisions that the weights of one lineage were trained on, computed from its training reports.
 
-    Pass the events to `add` in the order of the lineage's saves; an event that is passed twice has no effect. A
-    revision whose training was undone is left out until it is restored or trained again.
+    Pass the reports to `add` in the order of the lineage's saves (checkpoints); a report that is passed twice has no
+    effect. A revision whose training was undone is left out until it is restored or trained again.
     """
 
     lineage: str
@@ -49,7 +45,7 @@ class TrainedRevisions:
     _undone: dict[RevisionKey, TrainingPosition] = field(default_factory=dict)
 
     def add(self, report: TrainingMetrics) -> None:
-        """Apply one report.
+        """Add the outcomes in one training report.
 
         Raises:
             UsageError: the lineage has more than `REVISIONS_MAX` revisions.
@@ -79,19 +75,21 @@ class TrainedRevisions:
             )
 
     def revisions_since_base(self) -> list[tuple[TrainingPosition, RevisionKey]]:
-        """Return the revisions that `base` did not contain, in the order of training."""
+        """Return the revisions that were trained after the version `base`, in the order of training."""
         return sorted((position, key) for key, position in self.revisions.items() if key not in self._base_revisions)
 
 
 class Reader(Protocol):
-    """Reader of the entries of a topic range: `headrace.topics.Topics`, or entries that were read before."""
+    """Reader of the entries of a topic range: `headrace.topics.Topics`, or an object with entries that were already
+    read.
+    """
 
     def read(self, entries: Range, /) -> AsyncIterator[Entry]: ...
 
 
 @dataclass(frozen=True, slots=True)
-class TrainedOn:
-    """One experience on which the weights of a version were trained, at one revision of its reward.
+class TrainedExperience:
+    """One revision of an experience on which the weights of a version were trained.
 
     Fields are None if the topic has deleted the event.
     """
@@ -114,7 +112,7 @@ class TrainedOn:
 
 @dataclass(frozen=True, slots=True)
 class VersionTrace:
-    """A version with one page of the experience revisions that it was trained on, since its parent or in total."""
+    """A version and one page of the experience revisions on which it was trained, since its parent or in total."""
 
     version: str
     lineage: str
@@ -124,7 +122,7 @@ class VersionTrace:
     since_account: int
     total: int
     """Number of revisions on all pages."""
-    entries: tuple[TrainedOn, ...]
+    entries: tuple[TrainedExperience, ...]
     batches: tuple[BatchRecord, ...]
     """Batches of the saves since the parent.
 
@@ -134,7 +132,7 @@ class VersionTrace:
 
 
 async def trace_version(topics: Reader, version: str, *, everything: bool, after: int, limit: int) -> VersionTrace:
-    """Trace what a version was trained on since its parent.
+    """Return the experiences that a version was trained on since its parent, one page of them.
 
     Args:
         topics: the topics to read.
@@ -170,8 +168,7 @@ async def trace_version(topics: Reader, version: str, *, everything: bool, after
 
 
 async def revisions_of(topics: Reader, version: str) -> set[RevisionKey]:
-    """Return the revisions of experiences (an experience has one revision per change of its reward) that a version's
-    weights were trained on.
+    """Return the keys of all experience revisions that a version's weights were trained on.
 
     Raises:
         UsageError: no trainer has reported the version.
@@ -200,7 +197,7 @@ async def _lineage_of(topics: Reader, version: str) -> str:
 async def _read(
     topics: Reader, contents: TrainedRevisions, version: str
 ) -> tuple[TrainedRevisions, Sequence[TrainingMetrics]]:
-    """Return the lineage's contents after the save of `version`, and the reports up to that save without outcomes."""
+    """Return the revisions in the weights of `version`, and the lineage's reports up to it without their outcomes."""
     lineage, reports = contents.lineage, []
     async for entry in topics.read(Range(TrainingMetrics.topic)):
         report = entry.event
@@ -215,8 +212,8 @@ async def _read(
     return contents, reports
 
 
-async def _describe(topics: Reader, chosen: Sequence[tuple[TrainingPosition, RevisionKey]]) -> list[TrainedOn]:
-    """Add the fields of the experiences to the revisions of one page. Other experiences are not kept in memory."""
+async def _describe(topics: Reader, chosen: Sequence[tuple[TrainingPosition, RevisionKey]]) -> list[TrainedExperience]:
+    """Return the revisions of one page with the fields of their experiences, which are read from the topic."""
     positions = {name: position for position, name in chosen}
     details: dict[RevisionKey, dict[str, Any]] = {}
     if positions:
@@ -229,7 +226,7 @@ async def _describe(topics: Reader, chosen: Sequence[tuple[TrainingPosition, Rev
                 fields = {**experience_fields(experience), "partition": entry.partition, "offset": entry.offset}
                 details.setdefault(name, fields)
     return [
-        TrainedOn(experience_id=name[0], revision=name[1], account=position.account, **details.get(name, {}))
+        TrainedExperience(experience_id=name[0], revision=name[1], account=position.account, **details.get(name, {}))
         for position, name in chosen
     ]
 
@@ -249,7 +246,10 @@ def experience_fields(experience: Experience) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class DataDifference:
-    """Number of experience revisions in one or both versions. None: no trainer reported that version."""
+    """Numbers of experience revisions that one or both of two versions were trained on.
+
+    A number is None if no trainer reported the version.
+    """
 
     before_alone: int | None
     both: int | None
@@ -257,7 +257,7 @@ class DataDifference:
 
 
 async def compare_training_data(topics: Reader, before: str, after: str) -> DataDifference:
-    """Compare all experience revisions that the weights of the two versions contain."""
+    """Count the experience revisions that the weights of only one or of both versions were trained on."""
     before_revisions, after_revisions = await _revisions(topics, before), await _revisions(topics, after)
     return DataDifference(
         before_alone=None if before_revisions is None else len(before_revisions - (after_revisions or set())),

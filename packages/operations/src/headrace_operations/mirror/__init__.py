@@ -1,6 +1,5 @@
-"""Copy of one bus to another: topics, records and positions of consumer groups.
-
-An installation can move from the embedded broker to Kafka in this way.
+"""Copy of one bus to another: topics, records and positions of consumer groups. It moves an installation to another
+bus.
 
 Records keep their offsets, because services store offsets in places that a copy of the bus does not include: their
 databases, the checkpoints of the trainer, dead letters. Therefore

@@ -1,5 +1,5 @@
-"""Copying of one partition: of a log, such that every record keeps its offset, or of a compacted topic, the newest
-record of each key.
+"""Copying of one partition: of a log with all records at their offsets, or of a compacted topic with its newest
+records.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class PartitionCheck:
 
 
 async def copy(source: Side, target: Side, topic_partition: TopicPartition, end: int, on_records: OnRecords) -> None:
-    """Extend the target's partition to the offset `end` of the source.
+    """Append the source's records below the offset `end` that the target's partition lacks.
 
-    Records that the target already has are compared with the source first.
+    Records that the target already has are first compared with those of the source.
 
     Raises:
         MirrorConflict: the target has other records.
@@ -235,9 +235,10 @@ async def compare_newest(
 
 
 async def translate_position(source: Side, target: Side, topic_partition: TopicPartition, committed: int) -> int:
-    """Return the target's offset for a position on the source: the first row that was written at `committed` or later.
+    """Return the position on the target for a group's position `committed` in a compacted topic of the source.
 
-    Rows that were copied in several runs may be read twice, but none is skipped.
+    It is the offset of the first row that the source wrote at `committed` or later. A group may read rows twice that
+    were copied in several runs, but skips none.
     """
     source_rows = await read_rows(source, topic_partition, (await source.bounds([topic_partition]))[topic_partition][1])
     end = (await target.bounds([topic_partition]))[topic_partition][1]
@@ -248,8 +249,12 @@ async def translate_position(source: Side, target: Side, topic_partition: TopicP
 
 
 async def read_rows(side: Side, topic_partition: TopicPartition, end: int | None = None) -> Rows:
-    """Read a compacted partition: return for each key its newest record with the offset, of the records before the
-    offset `end` (by default all).
+    """Return the newest record of each key of a compacted partition, with its offset.
+
+    Args:
+        side: the bus.
+        topic_partition: the partition.
+        end: offset before which records are read; None reads all.
     """
     begin, last = (await side.bounds([topic_partition]))[topic_partition]
     newest: Rows = {}

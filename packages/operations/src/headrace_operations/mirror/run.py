@@ -1,6 +1,4 @@
-"""Mirroring of a bus: topics, records, positions of consumer groups, comparison. It may be interrupted and run again
-at any time.
-"""
+"""Mirroring of a bus: topics, records, positions of consumer groups, comparison. An interrupted run can be repeated."""
 
 from __future__ import annotations
 
@@ -38,7 +36,7 @@ async def read_positions(side: Side, topics: Collection[str]) -> Positions:
 
 
 async def groups_with_members(side: Side, groups: Collection[str]) -> list[str]:
-    """Return the groups that have members now."""
+    """Return the consumer groups that have members at present."""
     names = []
     for group in sorted(groups):
         (response,) = await side.admin.describe_consumer_groups([group])
@@ -81,13 +79,19 @@ async def copy_positions(
 
 
 async def _translate(source: Side, target: Side, topic: Topic, partition: TopicPartition, offset: int, end: int) -> int:
-    """Return the target's offset for a source offset. In logs they are equal, but not beyond the copied end."""
+    """Return the target's offset for a position of a group on the source.
+
+    In logs both are equal, up to the copied end; in compacted topics the position is translated.
+    """
     return await logs.translate_position(source, target, partition, offset) if topic.is_table else min(offset, end)
 
 
 @dataclass(slots=True)
 class MirrorResult:
-    """Result of mirroring: the compared partitions and positions. The copy is complete if `moving` is empty."""
+    """Result of mirroring: the compared partitions and group positions.
+
+    The copy is complete if `moving`, the topics and groups that changed meanwhile, is empty.
+    """
 
     checked: list[PartitionCheck] = field(default_factory=list)
     positions: Positions = field(default_factory=dict)
@@ -195,7 +199,7 @@ async def _compare_positions(target: Side, topics: Mapping[str, Topic], expected
 
 
 async def _find_changes(source: Side, ends: Mapping[TopicPartition, int], positions: Positions) -> list[str]:
-    """Return the topics that grow and the groups that have members now, as text."""
+    """Return texts about the topics that got records and the groups that had members during the copy."""
     now = {partition: end for partition, (_, end) in (await source.bounds(list(ends))).items()}
     grown = sorted({partition.topic for partition, end in ends.items() if now[partition] != end})
     busy = await groups_with_members(source, positions)

@@ -1,4 +1,4 @@
-"""One of the two buses of a mirror: list topics, read ranges of partitions, write at exact offsets."""
+"""Connection to one of the two buses of a mirror: list topics, read ranges of partitions, write at given offsets."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _REQUEST_BYTES_SPARE = 65_536
 
 
 class MirrorConflict(HeadraceError):
-    """Raised when a topic of the target bus has records that the source bus does not have."""
+    """Error of a target bus that has records or positions which the source bus does not have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Contents of a record, without its position."""
+    """Key, value, headers and time of a record, without its position."""
 
     key: bytes | None
     value: bytes | None
@@ -41,7 +41,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Topic:
-    """A topic with its configuration."""
+    """A topic with its number of partitions and its configuration."""
 
     name: str
     partitions: int
@@ -195,8 +195,9 @@ class Side:
                 self._check_offset(topic_partition, metadata.offset, at + number)
 
     async def append_repeated(self, topic_partition: TopicPartition, row: Row, count: int, at: int) -> None:
-        """Append the same small record without headers `count` times to a partition, whose first record must get the
-        offset `at`. Raises as `append` does.
+        """Append `count` copies of a small record without headers, the first of which must get the offset `at`.
+
+        Raises as `append` does.
         """
         assert self._producer is not None
         acks = []
@@ -220,7 +221,7 @@ class Side:
             )
 
     async def commit(self, group: str, positions: Mapping[TopicPartition, tuple[int, str]]) -> None:
-        """Set the positions of a group.
+        """Set the committed positions of a consumer group.
 
         Raises:
             MirrorConflict: the group has members on this bus.

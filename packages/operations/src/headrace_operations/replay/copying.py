@@ -22,7 +22,7 @@ _TIMEOUT_MS = 30_000
 
 
 class Copier:
-    """Writes items to the only partition of a topic in batches. `flush` writes the last batch."""
+    """Writes experiences in batches to the only partition of a topic. `flush` writes the last batch."""
 
     def __init__(self, producer: Producer, topic: str) -> None:
         self._producer = producer
@@ -64,7 +64,7 @@ async def create(bus: str, lineage: str, replication: int = 1) -> None:
 
 
 async def ensure(bus: str, lineage: str, replication: int = 1) -> None:
-    """Create those topics of a replay that do not exist yet. The caller knows that existing topics are its own."""
+    """Create those topics of a replay that do not exist yet. The caller must know that existing topics belong to it."""
     from aiokafka.errors import TopicAlreadyExistsError, for_code
 
     async with _admin_client(bus) as admin:

@@ -1,7 +1,7 @@
-"""The order of records in a replay: the journal of a lineage, and merging of partitions independent of the speed of
-reading.
+"""Order of records in a replay: the journal of a lineage, and merging of partitions in a reproducible order.
 
-The order is that of time (of the records, then of the partition numbers), or the order in which a lineage read them.
+The order is that of time (of the records' times, then of the partition numbers), or the order in which a lineage read
+the records.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReadRange:
-    """Journal entry: a partition was read up to an offset, then batches of these sizes were formed, in order."""
+    """Journal entry: a partition was read up to an offset, then batches were formed, whose sizes are `cuts`."""
 
     partition: int
     until: int
@@ -32,7 +32,7 @@ class ReadRange:
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """Read ranges and batches of a lineage in order. `gap` is why the journal is incomplete; None if it is complete."""
+    """Read ranges and batches of a lineage in order. `gap` is the reason why the journal is incomplete, or None."""
 
     ranges: tuple[ReadRange, ...]
     batches: tuple[BatchRecord, ...]
@@ -42,7 +42,7 @@ class Journal:
 
 
 def build_journal(metrics: Iterable[TrainingMetrics], model: str, lineage: str) -> Journal:
-    """Build the journal of a lineage from all reports on the topic, duplicates included."""
+    """Build the journal of a lineage from all training reports on the topic, which may include duplicates."""
     by_number = {report.account: report for report in metrics if (report.model, report.lineage) == (model, lineage)}
     reports = [by_number[number] for number in sorted(by_number)]
     batches = tuple(batch for report in reports for batch in report.batches)
@@ -80,7 +80,7 @@ def _gap(reports: list[TrainingMetrics], model: str, lineage: str) -> str | None
 
 @dataclass(frozen=True, slots=True)
 class MergedRecord:
-    """A record, with the sizes of the batches that the original training formed right after it."""
+    """A record, with the sizes of the batches that the original training formed right after reading it."""
 
     record: ConsumerRecord
     cuts: tuple[int, ...] = ()
@@ -102,7 +102,10 @@ class PartitionReader:
 
 
 class PartitionMerge:
-    """All partitions of a topic; `open_merge` creates one. It can be iterated once, by `as_read` or `by_time`."""
+    """All partitions of a topic as one sequence of records; `open_merge` creates it.
+
+    It can be iterated once, by `in_recorded_order` or `in_time_order`.
+    """
 
     def __init__(self, readers: dict[int, PartitionReader]) -> None:
         self._readers = readers
@@ -120,7 +123,7 @@ class PartitionMerge:
         """Whether retention has deleted the oldest records."""
         return any(reader.progress.truncated for reader in self._readers.values())
 
-    async def by_time(self) -> AsyncIterator[MergedRecord]:
+    async def in_time_order(self) -> AsyncIterator[MergedRecord]:
         """Yield all remaining records, oldest first."""
         while heads := [(reader.head.timestamp, number) for number, reader in self._readers.items() if reader.head]:
             reader = self._readers[min(heads)[1]]
@@ -128,7 +131,7 @@ class PartitionMerge:
             yield MergedRecord(reader.head)
             await reader.advance()
 
-    async def as_read(self, ranges: Sequence[ReadRange]) -> AsyncIterator[MergedRecord]:
+    async def in_recorded_order(self, ranges: Sequence[ReadRange]) -> AsyncIterator[MergedRecord]:
         """Yield the records in the order of the journal, then the remaining records by time."""
         for read_range in ranges:
             last: ConsumerRecord | None = None
@@ -140,7 +143,7 @@ class PartitionMerge:
                 await reader.advance()
             if last is not None:
                 yield MergedRecord(last, read_range.cuts, read_range.left_out)
-        async for merged in self.by_time():
+        async for merged in self.in_time_order():
             yield merged
 
 

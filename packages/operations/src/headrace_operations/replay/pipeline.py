@@ -1,4 +1,4 @@
-"""Conversion of topic records to experiences for training: copied, or scored again."""
+"""Conversion of topic records to experiences for training: experiences are copied, or trajectories are scored again."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ class _ModelField(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An experience to be written to the copy of the topics. `event_json` is its content, also if the record has only a
-    reference to the blob store.
+    """An experience for the topic of the replay.
+
+    `event_json` is its content, also if the record refers to the blob store.
     """
 
     value: bytes
@@ -57,9 +58,11 @@ Tick = Callable[[str, int, int], None]
 
 
 def choose_cut(request: Request, report: Report, journal: Journal, merge: PartitionMerge) -> None:
-    """Choose where a replay ends its batches: where the recorded training did, or by the present settings.
+    """Choose where a replay cuts batches: as recorded in the journal of the original lineage, or by the present
+    settings.
 
-    The reason is recorded in `report`. The recorded ends need a replay of the complete topic.
+    The choice and its reason are stored in `report`. The recorded cuts can be used only if the complete topic is
+    replayed.
 
     Raises:
         UsageError: recorded cuts are required but not possible.
@@ -105,7 +108,7 @@ class Pipeline:
         has_order = not journal.gap and not merge.truncated
         pending: Item | None = None
         passed = 0
-        async for merged in merge.as_read(journal.ranges) if has_order else merge.by_time():
+        async for merged in merge.in_recorded_order(journal.ranges) if has_order else merge.in_time_order():
             passed += 1
             if passed % _TICK == 0:
                 self.tick("copying experiences", merge.passed, merge.total)
@@ -190,13 +193,16 @@ class Pipeline:
                     await _feed_closed_trajectory(program, entry)
 
     def _is_replayed(self, reward: Reward) -> bool:
-        """Return whether a reward on the topic is replayed. Verdicts are left out if the judge judges again."""
+        """Return whether a reward on the topic is used again. Verdicts are not if the judge judges again."""
         return not (self.request.judge and reward.source.startswith("judge:"))
 
     async def _trajectories(self, merge: PartitionMerge, report: Report) -> AsyncIterator[bytes]:
-        """Yield the selected trajectories as JSON. They are parsed only if necessary, because that costs the most."""
+        """Yield the selected trajectories as JSON.
+
+        They are parsed only if the selection requires it, because parsing is slow.
+        """
         parse = bool(self.request.versions) or not self.store
-        async for merged in merge.by_time():
+        async for merged in merge.in_time_order():
             record = merged.record
             if parse:
                 event = await self._select(record, report)
@@ -272,7 +278,7 @@ async def _feed_closed_trajectory(program: Program, entry: Entry) -> None:
 
 
 def event_versions(event: Event) -> tuple[str, ...]:
-    """Return every version that took part in the event."""
+    """Return the ids of all versions that answered in the turns of an event."""
     if isinstance(event, Trajectory):
         return event.versions
     if isinstance(event, Experience) and event.branch is not None:
@@ -281,7 +287,10 @@ def event_versions(event: Event) -> tuple[str, ...]:
 
 
 async def run_together(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run all coroutines to the end. Of several errors raise the first that is not a mere broken pipe."""
+    """Run all coroutines to their ends.
+
+    If several fail, raise the first error that is not a broken pipe, because another failure causes broken pipes.
+    """
     try:
         async with asyncio.TaskGroup() as group:
             for coroutine in coroutines:

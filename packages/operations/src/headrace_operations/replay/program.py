@@ -1,4 +1,5 @@
-"""Runs a service's own program over pipes, and the trainer of a replay or a job. Every failure has a reason.
+"""Runs programs of services over pipes, and the trainer of a replay or a job, and raises their failures with the
+reason.
 
 The trainer's reports are followed on the bus, and its version is offered to the registry.
 """
@@ -34,7 +35,7 @@ _USAGE = 2
 
 
 class Program:
-    """Child process that runs a service's own program on lines of standard input. `start_program` starts it.
+    """Child process that runs a program of a service on lines of standard input. `start_program` starts it.
 
     Use `feed` and `lines` from two tasks: the program stops reading while its output is not read.
     """
@@ -45,7 +46,10 @@ class Program:
         self._log = log
 
     async def feed(self, command: str, value: bytes) -> None:
-        """Send one line: the word `command` and JSON. Waits while the program is busy, and raises its failure."""
+        """Send one line: the word `command`, then JSON.
+
+        It waits while the program is busy, and raises the program's failure.
+        """
         assert self._process.stdin is not None
         self._process.stdin.write(line_of(command, value))
         try:
@@ -55,12 +59,12 @@ class Program:
             raise
 
     def close(self) -> None:
-        """Close the input; no command may follow."""
+        """Close the program's input; no line may be sent afterwards."""
         assert self._process.stdin is not None
         self._process.stdin.close()
 
     async def lines(self) -> AsyncIterator[tuple[str, bytes]]:
-        """Yield word and JSON of each line of output until the program ends. Raises the program's failure."""
+        """Yield the word and the JSON of each output line until the program ends. Raises the program's failure."""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             yield parse_line(line)
@@ -126,7 +130,7 @@ _POLL_INTERVAL_S = 0.5
 
 @dataclass(slots=True)
 class TrainingReports:
-    """Accumulated reports of one trainer: its batches, and the number of verdicts by kind."""
+    """Training reports of one trainer, added up: its batches, and the number of outcomes by kind."""
 
     offset: int = 0
     seen: set[str] = field(default_factory=set)
@@ -145,7 +149,9 @@ class TrainingReports:
         return sum(self.verdict_counts.values())
 
     def result(self, experiences: int, versions: int) -> DryRunLine:
-        """Summarize the reports about a number of `experiences`; those without a verdict count as waiting."""
+        """Return a summary of the reports about `experiences` experiences; those without an outcome count as
+        waiting.
+        """
         dropped = {
             str(reason): count for reason, count in sorted(self.verdict_counts.items(), key=str) if reason is not None
         }
@@ -161,7 +167,7 @@ class TrainingReports:
 
 
 async def follow(topics: Topics, topic: str, reports: TrainingReports) -> None:
-    """Add the reports on `topic` that were published since the last call to `reports`."""
+    """Read the training reports that were published on `topic` since the last call, and add them to `reports`."""
     async for record in topics.records(Range(topic, from_offset=reports.offset)):
         reports.offset = record.offset + 1
         event = await event_of(TrainingMetrics.topic, record.value, record.headers)

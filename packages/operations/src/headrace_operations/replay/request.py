@@ -1,6 +1,4 @@
-"""Request of a replay, its result and its plan: the records, the changed settings and the new lineage, as a table or
-as JSON.
-"""
+"""Request of a replay, and the report of its plan or result, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +22,9 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A replay. `overrides` has the settings of the participating programs, which are those of the live services."""
+    """Parameters of a replay. `overrides` are the settings of the programs that it runs, by default the live
+    settings.
+    """
 
     lineage: str
     topic_range: Range
@@ -66,7 +66,10 @@ class Request:
         return str(self.overrides.get("trainer.model") or "headrace")
 
     def environ(self, **trainer: object) -> Mapping[str, str]:
-        """Return the environment of the programs. Keyword arguments are added as settings of the section `trainer`."""
+        """Return the environment variables of the programs that the replay runs.
+
+        Keyword arguments are added as settings of the section `trainer`.
+        """
         overrides = Overrides(
             None, {f"trainer.{name}": value for name, value in trainer.items()}, self.overrides.environ
         )
@@ -114,7 +117,7 @@ def make(
 
 @dataclass(slots=True)
 class Report:
-    """Counts of a replay, filled in while it runs. Counts of parts that did not run are empty."""
+    """Counts of a replay, which grow while it runs. Counts of steps that did not run are empty."""
 
     lineage: str
     of: str

@@ -23,7 +23,7 @@ from headrace_schemas.programs import DryRunLine
 
 
 class CopyState(BaseModel):
-    """State of a replay whose copy is complete, so that it can be resumed: `replays/<lineage>.json`."""
+    """State of a replay whose copy is complete, from which it can be resumed: the file `replays/<lineage>.json`."""
 
     of: str
     recorded: bool
@@ -39,7 +39,10 @@ class CopyState(BaseModel):
 
 
 async def plan(request: Request, tick: Tick) -> Report:
-    """Report what `run` would do. Nothing is written, but reward functions and the judge are called."""
+    """Return the report that `run` would return.
+
+    No record is written, but reward functions and the judge are called.
+    """
     report = _report(request)
     journal_of_lineage = await _journal(request)
     async with open_merge(request.bus, request.topic_range) as merge:
@@ -64,7 +67,7 @@ async def plan(request: Request, tick: Tick) -> Report:
 
 
 async def run(request: Request, tick: Tick) -> Report:
-    """Copy the experiences and train on them.
+    """Copy the selected experiences to the replay's topic, and train a new lineage on them.
 
     Raises:
         UsageError: a replay with this lineage exists, or a setting is invalid.
@@ -91,7 +94,7 @@ async def run(request: Request, tick: Tick) -> Report:
 async def copy(
     request: Request, report: Report, merge: PartitionMerge, journal_of_lineage: Journal, tick: Tick
 ) -> None:
-    """Fill the topic that the trainer reads, and write the state of the copy."""
+    """Write the experiences to the topic that the trainer reads, then the state of the copy to its file."""
     async with producing(request.bus, "headrace-replay") as producer:
         copier = copying.Copier(producer, request.topic)
         await Pipeline(request, report, copier, tick, store=True).run(merge, journal_of_lineage)

@@ -24,7 +24,7 @@ from headrace_schemas.http.stack_access import BusLogin, login_for, remember_log
 
 
 class Overrides:
-    """Environment of the services, with additional settings by name.
+    """Settings from the environment of the services and the settings file, with changes by the supervisor.
 
     Raises:
         SettingError: the settings file cannot be read.
@@ -50,14 +50,14 @@ class Overrides:
             )
 
     def get(self, name: str) -> Any:
-        """Return the value of a setting; None if it is not set."""
+        """Return the value of a setting, or None if it is not set."""
         value: Any = self._table
         for part in name.split("."):
             value = value.get(part) if isinstance(value, dict) else None
         return value
 
     def bus_settings(self, address: str) -> BusSettings:
-        """Return the settings of the bus at `address`, with the stored login for it."""
+        """Return the settings for a connection to the bus at `address`, with the login that is stored for it."""
         table = self.get("bus")
         settings = BusSettings.model_validate({**(table if isinstance(table, dict) else {}), "address": address})
         login = None if settings.password.get_secret_value() else login_for(address)
@@ -66,7 +66,7 @@ class Overrides:
         return settings.model_copy(update={"username": login.username, "password": SecretStr(login.password)})
 
     def set(self, name: str, value: object) -> None:
-        """Set a setting for all services. Setting `bus.address` also sets the stored login for that bus."""
+        """Set a setting for all services. For `bus.address`, also set the login that is stored for that bus."""
         variable = variable_of(name)
         self.environ[variable] = toml(value)
         settings_table.override(self._table, variable, self.environ[variable])

@@ -53,7 +53,10 @@ class ServicePlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that `up` starts. `left_out` has the installed services that it does not start, with the reasons."""
+    """The services that `headrace up` starts, with their settings.
+
+    `left_out` maps other installed services to reasons.
+    """
 
     data_dir: Path
     environ: Mapping[str, str]
@@ -104,7 +107,7 @@ def make(
         without: names of services not to start.
         auto_ports: choose a free port for each service whose port is not set.
         pythons: interpreter by service.
-        token: becomes the internal key and the password of the embedded broker if those are not set.
+        token: value for the internal key and for the password of the embedded broker, unless they are set.
 
     Raises:
         UsageError: a service is not installed or a port is not available.
@@ -187,7 +190,7 @@ def _interpreter(service: str, path: str) -> str:
 def exclusion_reason(
     name: str, info: ServiceInfo, overrides: Overrides, only: Collection[str] = (), without: Collection[str] = ()
 ) -> str | None:
-    """Return why `up` does not start a service; None if it starts it."""
+    """Return the reason why `headrace up` does not start a service, or None if it starts the service."""
     if name in without:
         return "--without"
     if only:

@@ -1,4 +1,4 @@
-"""One service as a child process that is watched, restarted with increasing pauses, and stopped, and its log file.
+"""One service as a child process: it is watched, restarted with increasing pauses, and stopped. Its output is logged.
 
 The supervisor owns the listening socket of the service. A client that connects while the gateway restarts waits for the
 new process instead of being refused. Together with the usual retries of clients, a killed gateway causes only a delay.
@@ -34,7 +34,10 @@ _BACKLOG = 2048
 
 
 class ListeningSocket:
-    """A listening socket. `open` it before each start of the service, `close` it before the service stops for good."""
+    """Listening socket of a service, which survives restarts of the service.
+
+    Call `open` before each start of the service, and `close` before the service stops for good.
+    """
 
     def __init__(self, host: str, port: int) -> None:
         self._address = (host, port)
@@ -89,15 +92,19 @@ class Limits:
 
 
 def yield_processor(pid: int) -> None:
-    """Lower the scheduling priority (raise the niceness) of a process that has just started, and so of all that it
-    starts.
+    """Lower the scheduling priority (raise the niceness) of a process that has just started.
+
+    All processes that it starts later inherit this priority.
     """
     with contextlib.suppress(OSError):  # it has ended
         os.setpriority(os.PRIO_PROCESS, pid, min(os.getpriority(os.PRIO_PROCESS, 0) + BACKGROUND_NICENESS, 19))
 
 
 class ManagedProcess:
-    """A service across restarts. Only the supervisor's thread may use it, because children die with that thread."""
+    """A service with its present process, across restarts.
+
+    Only the supervisor's thread may use it, because child processes end with the thread that started them.
+    """
 
     def __init__(self, plan: ServicePlan, environ: Mapping[str, str], log: LogFile, limits: Limits) -> None:
         self.plan = plan
@@ -163,7 +170,7 @@ class ManagedProcess:
         self._set_status("starting")
 
     def reap(self) -> int | None:
-        """Return the exit status of a process that has ended (negative for a signal), else None.
+        """Return the exit status of the process if it has ended (negative for a signal), otherwise None.
 
         Remaining processes of its group are killed.
         """
@@ -189,7 +196,7 @@ class ManagedProcess:
         return self._process is None and self._status == "restarting" and time.monotonic() >= self._restart_s
 
     def check_liveness(self) -> str | None:
-        """Kill the process if it has hung too long. SIGTERM would not reach it.
+        """Kill the process if it has hung for too long. A hanging process would not react to SIGTERM.
 
         Returns:
             A message if the process has begun to hang or is killed; otherwise None.
@@ -214,8 +221,9 @@ class ManagedProcess:
         return None if was_hung else f"hangs: no sign of life for {silent_s:.0f} s"
 
     def check_health(self) -> None:
-        """Request `/health` of the service if a check is due, and note whether it answers. A process that sends no sign
-        of life is not asked.
+        """Request `/health` of the service if a check is due, and store the result.
+
+        A process that sends no sign of life gets no request.
         """
         if self._process is None or time.monotonic() < self._check_s:
             return
@@ -233,7 +241,7 @@ class ManagedProcess:
         self._check_s = now_s + self._limits.health_interval_s * (10 if check_rarely else 1)
 
     def terminate(self) -> None:
-        """Send SIGTERM. A process that hangs is killed, because it cannot handle the signal."""
+        """Send SIGTERM to the process, or SIGKILL if it hangs, because a hanging process cannot handle SIGTERM."""
         if self._socket is not None:
             self._socket.close()
         if self._status == "hung":
@@ -270,8 +278,9 @@ _PIPE_BYTES = 1 << 20
 
 
 def enlarge_pipe(pipe: IO[bytes]) -> None:
-    """Enlarge the buffer of a pipe (Linux only), so that the service can write more while the supervisor is
-    suspended."""
+    """Enlarge the buffer of a pipe (Linux only), so that a service can go on writing while the supervisor is
+    suspended.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
@@ -280,8 +289,8 @@ def enlarge_pipe(pipe: IO[bytes]) -> None:
 class LogFile:
     """Copies the output of a process to a file that is rotated at `bytes_max`, with `backups` older files.
 
-    Lines that do not fit on a full disk are counted and left out, so that the service is never blocked. The first line
-    after that is preceded by their number.
+    While the disk is full, lines are counted and dropped, so that the service is never blocked. A line with their
+    number precedes the next line that is written.
     """
 
     def __init__(self, path: Path, bytes_max: int, backups: int) -> None:

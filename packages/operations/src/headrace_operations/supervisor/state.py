@@ -1,7 +1,7 @@
 """State of a running Headrace: the supervisor's file `<data_dir>/run/state.json`, and requests to the services.
 
-The file is valid while a supervisor holds the lock next to it. It has the last observation; if the supervisor is
-suspended, that is an old one, and only requests over HTTP show the present health and the state of reward sources.
+The file is valid while a supervisor holds the lock next to it. It contains the supervisor's last observation, which is
+old if the supervisor is suspended. Requests over HTTP show the present health and the state of reward sources.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ Status = Literal["starting", "unready", "ready", "hung", "restarting", "stopped"
 
 
 class NotRunning(HeadraceError):
-    """No `headrace up` runs on this data directory."""
+    """Error: no `headrace up` runs on this data directory."""
 
 
 class StartFailed(HeadraceError):
-    """A service has invalid settings or was not ready in time. All services were stopped."""
+    """Error: a service has invalid settings or was not ready in time. All services were stopped."""
 
 
 class ServiceState(BaseModel):
-    """State of one service. `pid` is None between two processes of it."""
+    """State of one service. `pid` is None while the service has no process, for example before a restart."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -95,7 +95,7 @@ class RunState(BaseModel):
 
 
 class Lock:
-    """Lock of the one supervisor of a data directory; the system releases it when the process ends."""
+    """Lock by which at most one supervisor runs on a data directory. The system releases it when the process ends."""
 
     def __init__(self, data_dir: Path) -> None:
         self._path = _folder(data_dir) / "lock"
@@ -104,7 +104,7 @@ class Lock:
         self._file: IO[bytes] = open(self._path, "ab", opener=owner_alone)  # noqa: SIM115 (open while the supervisor runs)
 
     def take(self) -> None:
-        """Take the lock.
+        """Acquire the lock.
 
         Raises:
             UsageError: another supervisor holds it.
@@ -123,7 +123,7 @@ class Lock:
 
 
 def read(data_dir: Path) -> RunState:
-    """Return the state of the Headrace in `data_dir`, and remember its token for requests to its addresses.
+    """Return the state of the Headrace in `data_dir`, and use its token for later requests to its addresses.
 
     Raises:
         NotRunning: no supervisor runs there, or its state is not written yet or damaged.
@@ -146,7 +146,7 @@ def read(data_dir: Path) -> RunState:
 
 
 def touch(data_dir: Path) -> None:
-    """Update the time at which the supervisor last checked its services. This needs no disk space."""
+    """Update the time at which the supervisor last checked its services, which needs no disk space."""
     with contextlib.suppress(OSError):
         os.utime(_folder(data_dir) / "state.json")
 
@@ -181,7 +181,7 @@ T = TypeVar("T")
 
 
 class HealthAnswer(NamedTuple):
-    """Health of a service. `lacks` has the reasons that it gives, or the names of its failed checks."""
+    """Health of a service. `lacks` has the reasons why it is not ready, or the names of its failed checks."""
 
     ready: bool
     lacks: tuple[str, ...]
@@ -214,8 +214,7 @@ def get(url: str, timeout_s: float, bytes_max: int, headers: Mapping[str, str] |
 
 
 def failed_checks(body: bytes) -> tuple[str, ...]:
-    """Parse a `/health` page (`headrace_runtime.http.web`): return its reasons, and failed checks that have no
-    reason."""
+    """Return the reasons in a `/health` response, and the names of failed checks that have no reason."""
     try:
         page = json.loads(body)
         reasons = page.get("reasons", {})

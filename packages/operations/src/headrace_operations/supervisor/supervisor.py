@@ -26,7 +26,7 @@ _SETTINGS_STATUS = 2
 
 
 class Supervisor:
-    """Supervisor of all services. As a context manager it starts, waits until ready, and stops at the end.
+    """Supervisor of all services. As a context manager it starts them, waits until they are ready, and stops them.
 
     All methods may be called from any thread. The broker is left out if `bus.address` is set, the judge without
     `judge.endpoint.base_url`, and the trainer without `trainer.base`.
@@ -42,7 +42,7 @@ class Supervisor:
         environ: environment of the services; None takes that of this process.
         services: the installed services; None finds them.
         limits: time limits and sizes.
-        report: called with one line for each event of a service.
+        report: function that is called with one line for each event of a service.
 
     Raises:
         UsageError: the services cannot be started with these settings, or another supervisor runs.
@@ -266,7 +266,7 @@ class Supervisor:
             self._changed.notify_all()
 
     def _write_state(self) -> None:
-        """Write the state file. A full disk stops nothing: it is reported once, and the next tick tries again."""
+        """Write the state file. If the disk is full, report that once, and try again in the next round."""
         try:
             self._state.write(self.data_dir)
         except OSError as error:
@@ -324,7 +324,7 @@ def _select_service(state: RunState, name: str) -> RunState:
 
 
 def _last_message(name: str, tail: Iterable[str]) -> str:
-    """Return the last message that a service wrote for users; its log may have more lines."""
+    """Return the last message for users in the output of a service, without the other lines of its log."""
     lines = [line for line in tail if line.strip()]
     marked = [line for line in lines if line.startswith(f"headrace {name}: ")]
     return (marked or lines or ["no output"])[-1].removeprefix(f"headrace {name}: ")
