@@ -68,7 +68,7 @@ async def rates(
             open_buses.append(await stack.enter_async_context(_rates.open_bus(address, blobs, results[name])))
         for _ in range(rounds):
             for name, bus in zip(buses, open_buses, strict=True):
-                progress.update(doing=f"rates of the {name} bus")
+                progress.update(activity=f"rates of the {name} bus")
                 await bus.round()
                 progress.advance()
     record = {"bytes": next(iter(results.values())).bytes_per_record}
@@ -76,7 +76,7 @@ async def rates(
 
 
 async def end_to_end(root: Path, bus: str, rate: float, seconds: float, progress: ProgressDisplay) -> _rates.EndToEnd:
-    progress.update(doing=f"end to end on the {bus} bus")
+    progress.update(activity=f"end to end on the {bus} bus")
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(running("kafka", root / "kafka")) if bus == "kafka" else None
         result = await _rates.measure(root, address, rate, seconds, seed=0)

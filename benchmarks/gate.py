@@ -227,7 +227,7 @@ def main() -> int:
     report: dict[str, object] = {}
     with ProgressDisplay("bench-gate", len(parts), unit="parts") as progress:
         for number, (name, measure) in enumerate(parts.items()):
-            progress.update(number, doing=name)
+            progress.update(number, activity=name)
             report[name] = measure(np.random.default_rng([options.seed, number]))
             print(f"{name}: {json.dumps(report[name], indent=2)}", flush=True)
     missed = failures(report)  # type: ignore[arg-type]

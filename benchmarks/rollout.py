@@ -150,7 +150,7 @@ def measure(plan: RolloutPlan, runs: int, seed: int) -> dict[str, Numbers]:
     report: dict[str, Numbers] = {}
     with ProgressDisplay("bench-rollout", sum(case.sessions for case in CASES.values()), unit="sessions") as progress:
         for number, (name, case) in enumerate(CASES.items()):
-            progress.update(doing=name)
+            progress.update(activity=name)
             chance = np.random.default_rng([seed, number])
             crossings = play(chance, plan, case.world, case.sessions, runs, progress.advance)
             report[name] = of_case(crossings, plan, case.world)

@@ -330,7 +330,7 @@ async def run(lengths: Sequence[int]) -> dict[int, dict[str, Any]]:
             await measure(stack, http, 5, 1, {})  # the first calls open connections and compile
             idle_rates = await stack.idle_rates()
             for turns in lengths:
-                with ProgressDisplay(f"bench-sessions, {turns} turns", doing="playing"):
+                with ProgressDisplay(f"bench-sessions, {turns} turns", activity="playing"):
                     results[turns] = await measure(stack, http, turns, max(1, _TURNS_MIN // turns), idle_rates)
                 print(f"{turns:5} turns: {json.dumps(results[turns])}", flush=True)
     finally:

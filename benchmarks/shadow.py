@@ -134,7 +134,7 @@ def measure(options: argparse.Namespace) -> dict[str, Numbers]:
             ("equal", equal, options.nulls // few),
             ("10 points worse", worse, options.nulls // few),
         ):
-            progress.update(doing=name)
+            progress.update(activity=name)
             report |= _compare_canaries(chance, name, pairs, runs, options, progress.advance)
     for kind, chosen in (("all", "pairs"), ("of equal versions", "equal")):
         before, after = (report[f"{chosen}, {how}"]["sessions_mean"] for how in ("without", "with"))

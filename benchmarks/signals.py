@@ -334,7 +334,7 @@ def _without_a_model(options: argparse.Namespace, seeds: range, report: dict[str
             report["thumbs"] = thumbs = of_thumbs(seeds, options.runs, progress.advance)
             missed += missed_by_thumbs(thumbs)
         if "drift" in options.only:
-            progress.update(doing="judges")
+            progress.update(activity="judges")
             report["judges"] = drift = of_judges(options.first, options.streams)
             missed += missed_by_judges(drift)
     return missed

@@ -126,7 +126,7 @@ def main() -> int:
     too_large: dict[str, int] = {}
     with ProgressDisplay("bench-sizing", len(chosen), unit="cases") as progress:
         for case in chosen:
-            progress.update(doing=case.name)
+            progress.update(activity=case.name)
             with tempfile.TemporaryDirectory(prefix="bench-sizing-") as scratch:
                 base = SIZES[case.shape].build(Path(scratch))
                 needed = case.sizes(base).trainer_bytes

@@ -67,7 +67,7 @@ async def measure(processor: Processor, steps: Mapping[str, Step], turns_old: in
         return more
 
     began = time.monotonic()
-    with ProgressDisplay(f"bench-state, {name}", doing=f"forgetting {turns_old:,} turns"):
+    with ProgressDisplay(f"bench-state, {name}", activity=f"forgetting {turns_old:,} turns"):
         await asyncio.gather(*(run_until_finished(SystemClock(), partial(timed, step)) for step in steps))
         took_s = time.monotonic() - began
         for step in steps:
@@ -91,7 +91,7 @@ async def collect(url: str, folder: Path, turns: int, old: int, name: str) -> di
     async with bench(service, url, folder) as open_bench:
         ages = Ages(epoch_ms(START), settings.remember_s, old=old, kept=old, open=min(10_000, turns // 10))
         began = time.monotonic()
-        with ProgressDisplay(f"bench-state, {name} collector", unit="rows", doing="filling") as progress:
+        with ProgressDisplay(f"bench-state, {name} collector", unit="rows", activity="filling") as progress:
             await fill_collector(open_bench.processor.database, turns, ages, progress.update)
         fill_s = round(time.monotonic() - began, 1)
         steps: dict[str, Step] = {
@@ -109,7 +109,7 @@ async def score(url: str, folder: Path, turns: int, old: int, name: str) -> dict
     async with bench(service, url, folder) as open_bench:
         ages = Ages(epoch_ms(START), settings.retention_s, old=old, kept=0, open=min(10_000, turns // 10))
         began = time.monotonic()
-        with ProgressDisplay(f"bench-state, {name} scorer", unit="rows", doing="filling") as progress:
+        with ProgressDisplay(f"bench-state, {name} scorer", unit="rows", activity="filling") as progress:
             await fill_scorer(open_bench.processor.database, turns, ages, progress.update)
         fill_s = round(time.monotonic() - began, 1)
         steps: dict[str, Step] = {

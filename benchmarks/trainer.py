@@ -110,7 +110,7 @@ def compare_with_trl_on_workloads(
             for length in options.lengths:
                 for mix in options.mixes:
                     workload = Workload(length, MIXES[mix], options.step_tokens)
-                    progress.update(doing=f"beside TRL: {name}, {workload.name} tokens")
+                    progress.update(activity=f"beside TRL: {name}, {workload.name} tokens")
                     comparison = compare_with_trl(SHAPES[name], model, workload, options.rounds, options.threads)
                     report.append({"model": name, "ratio_min": RATIO_MIN[name], **comparison})
                     print(f"{name}, {workload.name}: {json.dumps(comparison)}", flush=True)
@@ -161,7 +161,7 @@ def main() -> int:
             ("disk", disk),
         ):
             if name in options.only:
-                progress.update(doing=name)
+                progress.update(activity=name)
                 report[name] = measure(options, missed, progress)
                 print(f"{name}: {json.dumps(report[name])}", flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -133,7 +133,7 @@ def play(run: Run) -> None:
     trials: list[Trial] = []
     with run.progress(len(CATALOG), "architectures") as progress:
         for number, architecture in enumerate(CATALOG):
-            progress.update(number, doing=architecture.name)
+            progress.update(number, activity=architecture.name)
             try:
                 trial = try_architecture(architecture)
             except Exception as error:  # noqa: BLE001 - an architecture that cannot be built must not hide the others

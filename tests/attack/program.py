@@ -31,7 +31,7 @@ def play(run: Run) -> None:
     results: dict[str, object] = {}
     with run.progress(len(run.options.only), "attacks") as progress:
         for number, name in enumerate(run.options.only):
-            progress.update(number, doing=name)
+            progress.update(number, activity=name)
             began_s = time.monotonic()
             title, lines = play_attack(name, run.seed)
             seconds = round(time.monotonic() - began_s, 1)

@@ -112,7 +112,7 @@ async def _play_strikes(
     ledger, facts = ClientLedger(), Facts()
     pairs = [(name, victim) for name, nemesis in nemeses.items() for victim in nemesis.victims(options.bus)]
     strikes = plan(options.seed, options.strikes, pairs, options.mean_pause_s)
-    progress.update(doing="the stack starts")
+    progress.update(activity="the stack starts")
     async with stack:
         progress.print_line("the stack is ready")
         async with _users(options, stack, ledger) as (load, balancer):
@@ -182,7 +182,7 @@ async def _break(
         struck[strike.nemesis] += 1
         at = time.monotonic() - began
         counts = f"{len(ledger.acked)} turns acked, {len(ledger.failures)} requests failed"
-        progress.update(number, doing=counts)
+        progress.update(number, activity=counts)
         progress.print_line(f"{at:6.1f} s  {number}/{len(strikes)} {strike.victim} {description}; {counts}")
     return struck
 
@@ -200,7 +200,7 @@ async def _catch_up(reader: Reader, ledger: ClientLedger, facts: Facts, progress
 
     began = quiet = time.monotonic()
     while time.monotonic() - began < _DRAIN_S_MAX:
-        progress.update(doing=f"catching up, {len(ledger.acked.keys() - facts.turns.keys())} turns still come")
+        progress.update(activity=f"catching up, {len(ledger.acked.keys() - facts.turns.keys())} turns still come")
         if await reader.read(facts):
             quiet = time.monotonic()
         elif time.monotonic() - quiet >= (_STALLED_S if pending() else _QUIET_S):

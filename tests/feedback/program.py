@@ -220,14 +220,14 @@ def play(run: Run) -> None:
     with run.progress(events, "events") as progress:
 
         def tick(count: int) -> None:
-            progress.advance(count, doing="sending feedback to the scorer")
+            progress.advance(count, activity="sending feedback to the scorer")
 
         problems = asyncio.run(differing(database, run.folder / "all", seed, events, tick=tick))
         run.add(no_problems(f"{events} events end as the oracle expects", problems))
         problems = []
         plays = max(1, events // _TRAINED_EVENTS)
         for number in range(plays):
-            progress.update(doing=f"training what was said, play {number + 1} of {plays}")
+            progress.update(activity=f"training what was said, play {number + 1} of {plays}")
             folder, count = run.folder / f"trained-{number}", min(events, _TRAINED_EVENTS)
             problems += asyncio.run(differing(database, folder, seed + number, count, algorithms=TRAINED))
         name = f"{min(events, _TRAINED_EVENTS * plays)} events end in the weights of {', '.join(TRAINED)}, or are named"
@@ -239,12 +239,12 @@ def play(run: Run) -> None:
         run.add(no_problems("sums end as the oracle expects", problems))
         run.add(no_problems("a replay of the events ends the same", asyncio.run(replayed(seed, events))))
         for number, fault in enumerate(FAULTS):
-            progress.update(doing=f"planting: {fault.name}")
+            progress.update(activity=f"planting: {fault.name}")
             with fault.planted():
                 problems = asyncio.run(differing(database, run.folder / str(number), seed, _PLANTED_EVENTS))
             run.add(caught(fault.name, by_the_suite=bool(problems)))
         for number, fault in enumerate(TRAINING_FAULTS, len(FAULTS)):
-            progress.update(doing=f"planting: {fault.name}")
+            progress.update(activity=f"planting: {fault.name}")
             play = differing(database, run.folder / str(number), seed, _PLANTED_EVENTS, algorithms=TRAINED)
             with fault.planted():
                 problems = asyncio.run(play)

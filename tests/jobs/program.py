@@ -210,14 +210,14 @@ def play(run: Run) -> None:
         case = case_of(options.rows, run.seed, options.algorithm)
         base, rows = tiny_model.build(folder / "base", layers=1), written(case, folder / "rows.jsonl")
         disturbed = Workplace(folder / "work", base, rows)
-        progress.update(0, doing="undisturbed")
+        progress.update(0, activity="undisturbed")
         journal = to_the_end(case, disturbed)
         calm = set_aside(disturbed, folder / "quiet")
         undisturbed_s = time.monotonic() - began_s
         versions = len(manifests(calm))
-        progress.update(1, doing=f"killed {options.kills} times")
+        progress.update(1, activity=f"killed {options.kills} times")
         kills = killed(case, disturbed, moments(run.draw, options.kills, versions), run.draw)
-        progress.update(2, doing="comparing")
+        progress.update(2, activity="comparing")
         run.add(
             equals("kills", sum(kill["killed"] for kill in kills), options.kills),
             equals("rows trained", journal.trained, options.rows),

@@ -121,7 +121,7 @@ class Waiting:
 
 def _tell(progress: ProgressDisplay, mutant: Mutant, verdict: Verdict, lived: int) -> None:
     """Update the progress display, and print a surviving mutant at once."""
-    progress.advance(doing=f"{lived} live")
+    progress.advance(activity=f"{lived} live")
     if not verdict.killed:
         progress.print_line(f"{verdict.outcome}: {mutant.name}")
         if verdict.outcome == "not run":

@@ -319,7 +319,7 @@ def play(run: Run) -> None:
     with run.progress(len(run.options.only), "parts") as progress:
         for name in run.options.only:
             run.add_all(PARTS[name](bench))
-            progress.advance(doing=f"after: {name}")
+            progress.advance(activity=f"after: {name}")
     run.figures["points"] = run.options.points
 
 

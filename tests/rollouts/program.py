@@ -107,13 +107,13 @@ def play(run: Run) -> None:
         if not only or INJECTED in only:
             from tests.rollouts import faults  # imports torch
 
-            progress.update(0, doing="faults between the store and a replica")
+            progress.update(0, activity="faults between the store and a replica")
             run.add(*asyncio.run(faults.lines(run.folder / "faults", run.options.faults, run.draw)))
         base = None
         if any(cell.victim == "trainer" for group in selected for cell in group.cells):
             base = tiny_model.build(run.folder / "base", layers=1)
         for number, group in enumerate(selected):
-            progress.update(number + 1, doing=group.fault or group.database)
+            progress.update(number + 1, activity=group.fault or group.database)
             if group.database == "postgres" and (reason := missing_postgres()):
                 run.skip(f"{len(group.cells)} cells on {group.database}", reason)
                 continue

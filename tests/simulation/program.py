@@ -204,7 +204,7 @@ def _report_failures(outcomes: Iterable[Outcome], progress: ProgressDisplay) -> 
     failed = 0
     for outcome in outcomes:
         failed += bool(outcome.broken)
-        progress.advance(doing=f"{failed} failed")
+        progress.advance(activity=f"{failed} failed")
         if outcome.broken:
             progress.print_line(f"seed {outcome.seed}: {outcome.broken[0]}")
         yield outcome

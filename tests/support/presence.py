@@ -130,7 +130,7 @@ class Heartbeat:
         self._tell()
 
     def _tell(self) -> None:
-        self._progress.update(doing="running " + ", ".join(name.rpartition("::")[2] for name in self._running))
+        self._progress.update(activity="running " + ", ".join(name.rpartition("::")[2] for name in self._running))
 
 
 def _write(reporter: pytest.TerminalReporter, line: str) -> None:

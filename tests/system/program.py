@@ -127,7 +127,7 @@ class Run:
         for line in lines:
             self.add(line)
             if progress is not None:
-                progress.advance(doing=f"after: {line.name}")
+                progress.advance(activity=f"after: {line.name}")
 
     def skip(self, part: str, reason: str) -> None:
         """Record that `part` cannot run here. A skipped part is reported and breaks no promise."""

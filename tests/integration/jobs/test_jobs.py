@@ -85,14 +85,15 @@ async def filled(
     draw = random.Random(lineage)
     for _ in range(interruptions):
         work = asyncio.create_task(
-            fill_topic(prepared, progress_journal, bus, topic, 0, lambda doing, count, total: None)
+            fill_topic(prepared, progress_journal, bus, topic, 0, lambda activity, count, total: None)
         )
         await asyncio.wait([work], timeout=draw.random())
         work.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await work
     assert (
-        await fill_topic(prepared, progress_journal, bus, topic, 0, lambda doing, count, total: None) == ROWS * EPOCHS
+        await fill_topic(prepared, progress_journal, bus, topic, 0, lambda activity, count, total: None)
+        == ROWS * EPOCHS
     )
     return await records(bus, topic)
 

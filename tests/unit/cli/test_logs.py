@@ -68,16 +68,16 @@ def test_following_across_a_rotation_loses_no_line(tmp_path: Path) -> None:
     log = LogFile(path, bytes_max=60, backups=5)
     write(log, "one", "two")
     tail = Tail(path)
-    assert tail.last(1) == ["two"]
-    assert list(tail.new()) == []
+    assert tail.last_lines(1) == ["two"]
+    assert list(tail.new_lines()) == []
     with path.open("a") as file:
         file.write("thr")
-    assert list(tail.new()) == []
+    assert list(tail.new_lines()) == []
     with path.open("a") as file:
         file.write("ee\n")
-    assert list(tail.new()) == ["three"]
+    assert list(tail.new_lines()) == ["three"]
     write(log, "four", "x" * 50, "five")
-    assert list(tail.new()) == ["four", "x" * 50, "five"]
+    assert list(tail.new_lines()) == ["four", "x" * 50, "five"]
 
 
 def test_logs_of_all_services_by_time_and_readable(data_dir: Path) -> None:
@@ -154,13 +154,13 @@ def test_a_failed_check_is_reported_with_its_reason() -> None:
 
 def test_a_line_has_the_position_and_the_remaining_time() -> None:
     with ProgressDisplay("simulate", 1000, unit="seeds", log=lambda line: None) as progress:
-        progress.advance(250, doing="0 failed")
+        progress.advance(250, activity="0 failed")
         progress._started_s -= 10
         assert progress.line == "simulate: 250 of 1,000 seeds, 0 failed, 10 s, about 30 s left"
 
 
 def test_unknown_values_are_left_out_of_the_line() -> None:
-    with ProgressDisplay("demo", doing="starting", log=lambda line: None) as progress:
+    with ProgressDisplay("demo", activity="starting", log=lambda line: None) as progress:
         assert progress.line == "demo: starting, 0 s"
         progress.update(3)
         assert progress.line == "demo: 3, starting, 0 s"
@@ -172,12 +172,12 @@ def test_unknown_values_are_left_out_of_the_line() -> None:
 def test_a_log_has_a_line_at_each_interval_also_without_progress() -> None:
     lines: list[str] = []
     with ProgressDisplay("attack", 3, unit="attacks", log=lines.append, interval_s=0.01) as progress:
-        progress.update(doing="silent_connections")
+        progress.update(activity="silent_connections")
         wait_until(lambda: len(lines) > 2, 20, "three lines")
         progress.print_line("one of them is broken")
     assert lines.count("one of them is broken") == 1
     assert {line for line in lines if line.startswith("attack")} <= {
-        f"attack: 0 of 3 attacks, {doing}0 s" for doing in ("", "silent_connections, ")
+        f"attack: 0 of 3 attacks, {activity}0 s" for activity in ("", "silent_connections, ")
     }
     ended = len(lines)
     assert progress._log_thread is not None
@@ -189,7 +189,7 @@ def test_a_terminal_has_a_bar_and_lines_above_it() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=120)
     with ProgressDisplay("mutants", 4, unit="mutants", console=console) as progress:
-        progress.advance(doing="1 live")
+        progress.advance(activity="1 live")
         progress.print_line("survived: [bold]a[1][/]")
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
     assert "survived: [bold]a[1][/]" in text

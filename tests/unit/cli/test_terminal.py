@@ -94,12 +94,12 @@ def test_console_without_markup_adds_no_character(console: terminal.CleanConsole
 def test_progress_is_clean(text: str) -> None:
     stream = io.StringIO()
     console = terminal.CleanConsole(file=stream, width=200, color_system=None)
-    with ProgressDisplay("work", 2, doing=printable(text), console=console) as progress:
+    with ProgressDisplay("work", 2, activity=printable(text), console=console) as progress:
         progress.advance(1, text)
         progress.print_line(text)
         progress.print_line(progress.line)
-    with Progress(TextColumn("{task.fields[doing]}", markup=False), console=console) as bar:
-        bar.update(bar.add_task("x", doing=text), completed=1)
+    with Progress(TextColumn("{task.fields[activity]}", markup=False), console=console) as bar:
+        bar.update(bar.add_task("x", activity=text), completed=1)
     assert not hidden(stream.getvalue())
 
 

@@ -1,6 +1,6 @@
 """Output to a terminal, and progress of long work: a bar in a terminal, a line every ten seconds in a log.
 
-Text from outside cannot control the terminal, hide characters or break the markup.
+Control characters and markup in texts from outside have no effect.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NOT_ASCII = re.compile(r"[^\n\x20-\x7e]")
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console that cleans all text and interprets only the markup of Headrace's own styles."""
+    """Return a console that cleans all text and interprets only Headrace's own markup."""
     terminal = CleanConsole(stderr=stderr, soft_wrap=True, highlight=False)
     if not terminal.is_terminal and "COLUMNS" not in os.environ:
         terminal.width = _LOG_WIDTH  # a folded path cannot be copied out of a log
@@ -47,7 +47,7 @@ def console(*, stderr: bool = False) -> Console:
 
 
 def echo(text: str, *, end: str = "\n", error: bool = False) -> None:
-    """Write plain text of one or more lines, cleaned; an `error` goes to standard error, in red on a terminal."""
+    """Write plain text of one or more lines with control characters made visible; an `error` goes to standard error."""
     printable = printable_lines(text, _LENGTH_MAX)
     if error:
         typer.secho(printable, err=True, fg=typer.colors.RED, nl=end == "\n")
@@ -56,12 +56,12 @@ def echo(text: str, *, end: str = "\n", error: bool = False) -> None:
 
 
 def echo_json(text: str) -> None:
-    """Write a JSON text of any length in ASCII: programs read the same values, and a terminal shows the escapes."""
+    """Write JSON text of any length in ASCII, with escapes for all other characters."""
     typer.echo(ascii_json(text))
 
 
 def ascii_json(text: str) -> str:
-    """Escape all characters of a JSON text that are not ASCII; outside of strings JSON has none."""
+    """Return JSON text with all characters that are not ASCII escaped. Outside of strings JSON has none."""
     return _NOT_ASCII.sub(lambda match: _escape(match[0]), text)
 
 
@@ -74,7 +74,7 @@ def write_raw(value: bytes) -> None:
 
 
 class CleanConsole(Console):
-    """Rich console that makes control characters visible and interprets only the markup of Headrace's own styles."""
+    """Rich console that makes control characters visible and interprets only Headrace's own markup."""
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Render `text` with Headrace's own styles as markup; other brackets, including links, are plain text.
@@ -111,17 +111,17 @@ LOG_INTERVAL_S = 10.0
 class ProgressDisplay:
     """Progress of one piece of work, used in a `with` block. It is written to standard error, so results can be piped.
 
-    In a log a line is written at every interval even if the progress has not changed, so that work that hangs can be
-    distinguished from slow work.
+    In a log a line is written at every interval, even if the progress has not changed, so that readers can tell slow
+    work from work that hangs.
 
     Args:
         title: name of the work.
         total: amount of work in `unit`s; None if it is not known yet.
         unit: unit of `total`, in the plural.
-        doing: the current activity.
+        activity: the current activity.
         estimate: whether to show the remaining time; False for work that may end before its total.
-        console: where the bar is drawn; standard error by default.
-        log: receives the lines instead of the console; no bar is drawn then.
+        console: console on which the bar is drawn; by default standard error.
+        log: function that gets the lines instead of the console; then no bar is drawn.
         interval_s: seconds between two log lines.
     """
 
@@ -131,13 +131,13 @@ class ProgressDisplay:
         total: float | None = None,
         *,
         unit: str = "",
-        doing: str = "",
+        activity: str = "",
         estimate: bool = True,
         console: Console | None = None,
         log: Callable[[str], None] | None = None,
         interval_s: float = LOG_INTERVAL_S,
     ) -> None:
-        self.title, self.total, self.completed, self.doing = title, total, 0.0, doing
+        self.title, self.total, self.completed, self.activity = title, total, 0.0, activity
         self._unit = unit
         self._estimate = estimate
         self._console = console
@@ -168,21 +168,21 @@ class ProgressDisplay:
         if self._bar is not None:
             self._bar[0].stop()
 
-    def advance(self, by: float = 1, doing: str | None = None) -> None:
-        """Add `by` to the completed amount. `doing` names the next activity."""
-        self.update(self.completed + by, doing=doing)
+    def advance(self, by: float = 1, activity: str | None = None) -> None:
+        """Add `by` to the completed amount. `activity` names the next activity."""
+        self.update(self.completed + by, activity=activity)
 
-    def update(self, completed: float | None = None, total: float | None = None, doing: str | None = None) -> None:
+    def update(self, completed: float | None = None, total: float | None = None, activity: str | None = None) -> None:
         """Set the completed amount, the total and the current activity. An argument that is None changes nothing."""
         self.completed = self.completed if completed is None else completed
         self.total = self.total if total is None else total
-        self.doing = self.doing if doing is None else doing
+        self.activity = self.activity if activity is None else activity
         if self._bar is not None:
             bar, task = self._bar
-            bar.update(task, completed=self.completed, total=self.total, doing=self.doing)
+            bar.update(task, completed=self.completed, total=self.total, activity=self.activity)
 
     def print_line(self, line: str) -> None:
-        """Print a permanent line: above the bar, or at once in the log."""
+        """Print a permanent line above the progress bar, or in the log."""
         if self._log is not None:
             self._log(line)
         elif self._console is not None:
@@ -194,7 +194,7 @@ class ProgressDisplay:
         elapsed_s = time.monotonic() - self._started_s
         amount = f"{self.completed:,.0f}" + (f" of {self.total:,.0f}" if self.total is not None else "")
         has_amount = bool(self.completed or self.total)
-        parts = [f"{amount} {self._unit}".rstrip() if has_amount else "", self.doing, f"{elapsed_s:.0f} s"]
+        parts = [f"{amount} {self._unit}".rstrip() if has_amount else "", self.activity, f"{elapsed_s:.0f} s"]
         if self._estimate and self.total and self.completed:
             parts.append(f"about {elapsed_s / self.completed * (self.total - self.completed):.0f} s left")
         return f"{self.title}: " + ", ".join(filter(None, parts))
@@ -209,8 +209,8 @@ class ProgressDisplay:
 
         columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn(self._unit)]
         columns += [TimeElapsedColumn(), *([TimeRemainingColumn()] if self._estimate else [])]
-        columns += [TextColumn("{task.fields[doing]}", markup=False)]
+        columns += [TextColumn("{task.fields[activity]}", markup=False)]
         # Output that goes to a file stays there; only output to the same terminal has to be redirected above the bar.
         bar = Bar(*columns, console=console, transient=True, redirect_stdout=sys.stdout.isatty())
         bar.start()
-        return bar, bar.add_task(self.title, total=self.total, doing=self.doing)
+        return bar, bar.add_task(self.title, total=self.total, activity=self.activity)

@@ -54,7 +54,7 @@ def check(file: Annotated[Path, typer.Argument(help="Settings file (TOML).")]) -
 
 
 def _merge_shared_problems(problems: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Return the problems by service, and under `all` those that several services report, each once."""
+    """Return the problems by service. A problem that several services report is listed once, under `all`."""
     by_sentence: dict[str, list[str]] = {}
     for name, sentences in problems.items():
         for sentence in sentences:
@@ -67,7 +67,7 @@ def _merge_shared_problems(problems: dict[str, list[str]]) -> dict[str, list[str
 
 
 def _port_problems(file: Path, services: dict[str, ServiceInfo]) -> list[str]:
-    """Return the problems of the ports; none if Headrace already runs on this data directory and uses them."""
+    """Return the problems of the services' ports, or none if Headrace runs on this data directory and uses them."""
     from headrace.errors import UsageError
     from headrace_operations.supervisor.overrides import Overrides
     from headrace_operations.supervisor.plan import data_dir_of, make
@@ -115,7 +115,7 @@ def reference(
 
 
 def _require_folder(file: Path | None) -> None:
-    """Raise `UsageError` for a file in no folder, before seconds are spent on its content."""
+    """Raise `UsageError` if the folder of `file` does not exist, before its content is computed."""
     if file is not None and not file.parent.is_dir():
         raise _write_error(file, os.strerror(errno.ENOENT))
 

@@ -1,4 +1,7 @@
-"""`headrace connect`: adds its lines to the configuration files of agents, which may have other settings."""
+"""`headrace connect`: prints the lines that configure an agent for the gateway, or adds them to the agent's file.
+
+Other settings in the file are preserved.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,19 @@ _DEFAULT_URL = "http://127.0.0.1:8000"
 
 
 def merge_json(text: str, lines: str) -> str:
-    """Return a JSON file with the values of `lines`; other values stay. Raises `ValueError` for another form."""
+    """Return the JSON file `text` with the values of `lines` added. Raises `ValueError` if it is no JSON object."""
     current = json.loads(text or "{}")
     if not isinstance(current, dict):
-        raise ValueError("it holds no JSON object")
+        raise ValueError("it is no JSON object")
     return json.dumps(_merge(current, json.loads(lines)), indent=2, ensure_ascii=False) + "\n"
 
 
 def merge_toml(text: str, lines: str) -> str:
-    """Return a TOML file with the top-level keys and the tables of `lines`. Raises `ValueError` for another form."""
+    """Return the TOML file `text` with the top-level keys and tables of `lines` added.
+
+    Raises:
+        ValueError: the file has a form that cannot be edited line by line.
+    """
     expected = _merge(tomllib.loads(text), tomllib.loads(lines))
     top, tables = _split_toml(lines)
     current_top, current_tables = _split_toml(text)
@@ -45,17 +52,22 @@ def merge_toml(text: str, lines: str) -> str:
 
 
 def merge_lines(text: str, lines: str) -> str:
-    """Return a file of `NAME=VALUE` or `name: value` lines in which those of `lines` replace lines of equal names."""
+    """Return a file of `NAME=VALUE` or `name: value` lines with those of `lines`, which replace lines of the
+    same name.
+    """
     replacements = {name: line for line in lines.splitlines() if (name := _name_of(line))}
     other_lines = [line for line in text.splitlines() if _name_of(line) not in replacements]
     return "\n".join([*other_lines, *replacements.values()]) + "\n"
 
 
 def write(file: Path, content: str) -> Path | None:
-    """Write `content` in one step, readable by its owner alone. Return the copy of the first earlier file, if any.
+    """Write `content` to a file in one step, readable only by its owner.
+
+    Returns:
+        The path of a copy of the previous file, or None if there was none or a copy exists already.
 
     Raises:
-        UsageError: The file cannot be written.
+        UsageError: the file cannot be written.
     """
     from headrace_runtime.storage.files import owner_alone, replace_file
 
@@ -73,7 +85,7 @@ def write(file: Path, content: str) -> Path | None:
 
 
 def read(file: Path) -> str:
-    """Return the text of a file, empty where there is none. Raises `UsageError`."""
+    """Return the text of a file, or an empty text if it does not exist. Raises `UsageError` if it cannot be read."""
     try:
         return read_user_text(file)
     except FileNotFoundError:
@@ -91,7 +103,7 @@ def _merge(current: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, An
 
 
 def _split_toml(text: str) -> tuple[list[str], list[str]]:
-    """Return the lines before the first table, and each table from its header on."""
+    """Return the lines before the first table of a TOML file, and the text of each table, beginning with its header."""
     top: list[str] = []
     tables: list[str] = []
     for line in text.splitlines():
@@ -245,7 +257,7 @@ def _write(agent: Agent, connection: Connection) -> None:
 
 
 def _running_url(data_dir: Path | None) -> str:
-    """Return the URL of the gateway that runs here, else the default one."""
+    """Return the URL of the gateway that runs on the data directory, or the default URL if none runs."""
     from headrace_operations.supervisor.state import NotRunning
 
     try:

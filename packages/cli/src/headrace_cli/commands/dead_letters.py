@@ -88,10 +88,10 @@ class DecisionFilter(LetterFilter):
     )
 
     def selection_to_decide(self, ids: list[str] | None) -> Selection:
-        """Return the selection, which needs ids, a condition or `--all`.
+        """Return the selected letters as a filter. Ids, a condition or `--all` must be given.
 
         Raises:
-            UsageError: neither or both were given.
+            UsageError: none of these is given, or ids or a condition together with `--all`.
         """
         from headrace.errors import UsageError
 
@@ -277,7 +277,7 @@ _HELD_BACK_SHOWN = 20
 
 
 def print_list(newest: Sequence[Letter], counts: list[dict[str, Any]], state: str) -> None:
-    """Print a table of the newest letters and the counts of all."""
+    """Print a table of the newest letters, then the number of all letters by kind."""
     from rich.text import Text
 
     from headrace_operations.dead_letters import escape_control_characters
@@ -339,7 +339,7 @@ def print_unreadable(at: Snapshot) -> None:
 
 
 def print_outcome(plan: Plan, words: str, json: bool) -> None:
-    """Print the result of a retry or discard. Exit with status 1 if letters were held back."""
+    """Print the result of a retry or discard. Exit with status 1 if letters could not be retried."""
     if json:
         not_retriable = [{"id": name, "problem": problem} for name, (_, problem) in plan.not_retriable.items()]
         echo_json(jsonlib.dumps({"outcome": words, "ids": list(plan.chosen), "held_back": not_retriable}, indent=1))

@@ -86,7 +86,7 @@ def demo(
 
 
 def _empty_data_dir(data_dir: Path) -> Path:
-    """Remove the data of an earlier demo and return the directory. Raises `UsageError` if its services still run."""
+    """Delete the data of an earlier demo, and return the directory. Raises `UsageError` if services still run on it."""
     import shutil
 
     from headrace_operations.supervisor.state import Lock
@@ -99,7 +99,7 @@ def _empty_data_dir(data_dir: Path) -> Path:
 
 
 def _play_one_seed(recipe: Recipe, options: Options, *, keep_running: bool, path: Path) -> bool:
-    """Play one seed, draw its chart and print what to do next."""
+    """Run the demo with one seed, draw its chart, and print commands with which the user can continue."""
     import asyncio
 
     from headrace_cli.demo import report as plot
@@ -142,7 +142,7 @@ async def _wait_for_interrupt() -> None:
 
 
 def _print_next(recipe: Recipe, options: Options) -> None:
-    """Print three commands that continue from the demo, with the path of this program."""
+    """Print three commands with which the user can continue after the demo."""
     program = shlex.quote(sys.argv[0])
     data_dir, config = shlex.quote(str(options.data_dir)), shlex.quote(str(recipe.folder / recipe.config))
     serve = f"PYTHONPATH={shlex.quote(str(recipe.folder.parent))} {program} up --data-dir {data_dir} --config {config}"
@@ -157,7 +157,7 @@ def _print_next(recipe: Recipe, options: Options) -> None:
 
 
 def _play_seeds(count: int, recipe: Recipe, options: Options, *, keep: bool, path: Path) -> bool:
-    """Play the seeds one after the other, each with its own services, and write the report after each."""
+    """Run the demo once for each seed, each time with its own services, and update the report after each run."""
     from headrace_cli.demo.console_reporter import ConsoleReporter
     from headrace_cli.demo.report import SeedsReport
 
@@ -182,7 +182,7 @@ def _play(recipe: Recipe, options: Options, reporter: ConsoleReporter, *, keep: 
     """Run the demo once, with one seed, and return its report.
 
     Args:
-        keep: whether to keep the data of the services in `options.data_dir`.
+        keep: whether the data of the services in `options.data_dir` remains after the demo.
     """
     import asyncio
     import shutil

@@ -46,15 +46,15 @@ def logs(
         names = ", ".join(path.stem for path in sorted(log_dir.glob("*.log"))) or "none"
         raise UsageError(f"{log_dir}: has no log of {service or 'any service'}; it has the logs of: {names}")
     tails = [Tail(path) for path in paths]
-    log_lines = [(line, tail.name) for tail in tails for line in tail.last(lines)]
+    log_lines = [(line, tail.name) for tail in tails for line in tail.last_lines(lines)]
     _show(sorted(log_lines, key=lambda pair: _time(pair[0])), paths, raw)
     while follow:
-        _show([(line, tail.name) for tail in tails for line in tail.new()], paths, raw)
+        _show([(line, tail.name) for tail in tails for line in tail.new_lines()], paths, raw)
         time.sleep(_POLL_S)
 
 
 class Tail:
-    """Reader of a log that is written and sometimes rotated meanwhile."""
+    """Reader of a log file that a service is still writing and may rotate meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self.name = path.stem
@@ -62,13 +62,16 @@ class Tail:
         self._file = path.open("rb")
         self._rest = b""
 
-    def last(self, count: int) -> list[str]:
-        """Return the last `count` lines."""
+    def last_lines(self, count: int) -> list[str]:
+        """Return the last `count` lines of the file."""
         last_lines: deque[bytes] = deque(self._file, maxlen=count)
         return [line.decode("utf-8", "replace").rstrip("\n") for line in last_lines]
 
-    def new(self) -> Iterator[str]:
-        """Yield complete lines since the last call, first those of a file that was rotated."""
+    def new_lines(self) -> Iterator[str]:
+        """Yield the complete lines written since the last call.
+
+        If the file was rotated, lines of the old file come first.
+        """
         yield from self._lines()
         if self._path.exists() and self._path.stat().st_ino != _inode(self._file.fileno()):
             yield from self._lines()

@@ -25,7 +25,7 @@ Label = Annotated[
 
 @dataclass(frozen=True)
 class FolderOptions:
-    """Options of the version that is made from a folder."""
+    """Command line options of the commands that create a version from a folder."""
 
     version_label: Label = None
     base: Annotated[
@@ -109,7 +109,8 @@ def export(
 def write_version(
     version: str, folder: Path, registry: RegistryOptions, *, merge: bool, config: Path | None
 ) -> VersionState:
-    """Write the files of a version to a new folder. With `merge`, the files of an adapter that is merged into its base.
+    """Write the files of a version to a new folder. With `merge`, merge an adapter into its base and write the full
+    weights.
 
     Raises:
         UsageError: the folder is not empty, the version has no files, or there is nothing to merge.
@@ -313,7 +314,7 @@ def audit(
 
 
 def _environ(registry: RegistryOptions, config: Path | None) -> dict[str, str]:
-    """Return the environment of the importer with the settings of this data directory."""
+    """Return the environment of the program that imports models, with the settings of this data directory."""
     import os
 
     from headrace_operations.supervisor.overrides import Overrides

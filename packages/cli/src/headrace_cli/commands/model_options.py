@@ -83,7 +83,7 @@ Why = Annotated[str, typer.Option("--why", help="Reason for the audit log.")]
 
 
 def full_name(api: ModelRegistry, name: str, version: str) -> str:
-    """Return the id of the version with a label, an alias or a prefix of the digest.
+    """Return the version id that a label, an alias or the beginning of a digest names.
 
     Raises:
         UsageError: no version or several versions match.
@@ -92,7 +92,10 @@ def full_name(api: ModelRegistry, name: str, version: str) -> str:
 
 
 def find(api: ModelRegistry, name: str, version: str) -> VersionState:
-    """Return the state of the version with a label, an alias or a prefix of the digest. Raises as `full_name` does."""
+    """Return the state of the version that a label, an alias or the beginning of a digest names.
+
+    Raises as `full_name`.
+    """
     from headrace.errors import UsageError
 
     versions = api.versions(name, limit=1000)

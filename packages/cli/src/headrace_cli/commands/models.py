@@ -160,7 +160,7 @@ def resume(name: Name, reason: Reason = "", *, registry: RegistryOptions) -> Non
 
 
 def blocked_state(model: ModelState) -> str:
-    """Return why candidates cannot take over, as text; `-` if they can."""
+    """Return the reason why candidates cannot take over, or `-` if they can."""
     words = [f"pinned to {model.pinned}"] if model.pinned else []
     return ", ".join([*words, *(["paused"] if model.paused else [])]) or "-"
 
@@ -215,7 +215,9 @@ def _row(model: ModelState, version: VersionState) -> tuple[str, ...]:
 
 
 def _last_statistics(version: VersionState, *decisions: str) -> dict[str, float]:
-    """Return the statistics of the last event with one of these decisions; empty if there is none."""
+    """Return the statistics of the version's last event with one of these decisions, or none if there is no such
+    event.
+    """
     statistics = [event.statistics for event in version.decisions if event.decision in decisions]
     return statistics[-1] if statistics else {}
 

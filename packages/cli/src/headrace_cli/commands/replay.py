@@ -1,6 +1,4 @@
-"""`headrace replay events`, the group that it is in, and the output of replays: tables for people, JSON for
-programs.
-"""
+"""`headrace replay events`, the command group `headrace replay`, and the output of replays as tables or JSON."""
 
 from __future__ import annotations
 
@@ -89,7 +87,7 @@ async def _copy(
 
 
 def entry_as_json(entry: Entry) -> str:
-    """Return an entry as one JSON object without line breaks."""
+    """Return the position of a record and its event, or the reason why it cannot be parsed, as one line of JSON."""
     from headrace_cli.terminal import ascii_json
 
     fields: dict[str, Any] = {
@@ -131,7 +129,7 @@ def as_json(report: Report) -> str:
 
 
 def show(report: Report, *, planned: bool) -> None:
-    """Print the report in the order of the work: records, verdicts, training."""
+    """Print the report of a replay in the order of its steps: records, verdicts, training."""
     out = console()
     out.print(table(["records", "", "count>"], _records(report), f"{report.source} of lineage {report.of}"))
     verdicts = _outcomes(report)

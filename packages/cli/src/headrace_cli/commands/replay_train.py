@@ -47,7 +47,11 @@ Set = Annotated[
 
 
 def _check_algorithm(algorithm: str | None) -> str | None:
-    """Check that the algorithm is built in or announced by an installed package."""
+    """Return the algorithm if it is built in or announced by an installed package.
+
+    Raises:
+        typer.BadParameter: no package announces it.
+    """
     from headrace_runtime.registries import PluginError, Registry
 
     try:
@@ -60,7 +64,7 @@ def _check_algorithm(algorithm: str | None) -> str | None:
 
 @dataclass(frozen=True)
 class Changes:
-    """Options that change a replay compared with the original training."""
+    """Command line options by which a replay differs from the original training."""
 
     rewards: Annotated[
         list[str] | None,
@@ -107,7 +111,7 @@ class Changes:
 
     @property
     def topic(self) -> str:
-        """Source topic: trajectories if rewards are computed again, otherwise experiences."""
+        """Topic that is replayed: trajectories if rewards are computed again, otherwise experiences."""
         return "trajectories" if self.rewards or self.rescore or self.judge else "experiences"
 
 
@@ -135,7 +139,7 @@ class SettingsOptions:
     data_dir: DataDir = None
 
     def address(self, overrides: Overrides) -> str:
-        """Return the address of the bus: the option, the setting, or that of the Headrace that runs here."""
+        """Return the address of the bus from the option, the setting, or the Headrace that runs here."""
         return self.bus or str(overrides.get("bus.address") or "") or running_state(self.data_dir).bus
 
 
@@ -251,7 +255,7 @@ def remove(lineage: ReplayLineage, *, bus_options: ReplayBus) -> None:
 
 
 def _request(lineage: str, changes: Changes, range_options: ReplayRange, settings_options: SettingsOptions) -> Request:
-    """Build the request of a command. Settings of the command line override those of the file."""
+    """Build the replay request from command line options, which override the settings file."""
     import os
 
     from headrace_operations.replay.request import make

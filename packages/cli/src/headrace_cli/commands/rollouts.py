@@ -170,7 +170,7 @@ def _end_rollout(registry: RegistryOptions, rollout: str, action: str, reason: s
 
 
 def _find_rollout(api: ModelRegistry, name: str) -> RolloutState:
-    """Return the rollout with this id, prefix of an id, or model.
+    """Return the rollout with this id, the beginning of an id, or the newest rollout of a model with this name.
 
     Raises:
         UsageError: no rollout or several rollouts match.
@@ -222,7 +222,7 @@ def _watch_chart(api: ModelRegistry, state: RolloutState, metric: str | None, ev
 
 
 def status_line(state: RolloutState, metric: str | None) -> str:
-    """Return the present state of a rollout as one line."""
+    """Return the state of a rollout and the newest interval of a metric as one line."""
     from headrace_runtime.rollout_picture import metric_of
 
     name = metric or metric_of(state)

@@ -1,4 +1,4 @@
-"""Shared parts of the commands: options and groups of options, ranges of a topic, errors, the console."""
+"""Shared parts of the commands: options and groups of options, ranges of a topic, error handling, the console."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
 
 
 def expand_option_groups(function: Callable[..., None]) -> Callable[..., None]:
-    """Return `function` for typer: each parameter that is a dataclass is replaced by one parameter for each field."""
+    """Return `function` with a signature for typer: each parameter that is a dataclass of options is replaced by one
+    parameter for each field.
+    """
     parameters_by_name = inspect.signature(function, eval_str=True).parameters
     groups: dict[str, type[Any]] = {
         name: parameter.annotation
@@ -72,7 +74,7 @@ InternalKey = Annotated[
 
 
 def _settings_file(config: Path | None) -> Path | None:
-    """Return the settings file to read: that of the option or the environment, else `headrace.toml` of this folder."""
+    """Return the settings file from the option or the environment, or `headrace.toml` of this folder if it exists."""
     local_file = Path("headrace.toml")
     return config or (local_file if not os.environ.get("HEADRACE_CONFIG") and local_file.is_file() else None)
 
@@ -123,9 +125,9 @@ class BusOptions:
 
 
 class Commands(TyperGroup):
-    """Group of commands that may raise `HeadraceError`, or `OSError` for a file, which is printed.
+    """Group of commands that prints a `HeadraceError`, or an `OSError` about a file, instead of a traceback.
 
-    The exit status is 1, or 2 for wrong usage.
+    The exit status is then 1, or 2 for wrong usage.
     """
 
     def invoke(self, ctx: Any) -> Any:
@@ -155,7 +157,7 @@ def command(app: typer.Typer, function: Callable[..., None], *examples: str, nam
 
 
 def folder(data_dir: Path | None, config: Path | None = None) -> Path:
-    """Return the data directory: that of the option, the environment, the settings file, or the default."""
+    """Return the data directory from the option, the environment, the settings file, or the default, in this order."""
     from headrace_operations.supervisor.overrides import Overrides
     from headrace_operations.supervisor.plan import data_dir_of
 
@@ -170,7 +172,7 @@ def running_state(data_dir: Path | None) -> RunState:
 
 
 def load_stack_token(data_dir: Path | None) -> None:
-    """Load the token of a Headrace that runs on `data_dir`, if there is one, for requests to its addresses."""
+    """Load the token of the Headrace that runs on `data_dir`, if any, for requests to its services."""
     from headrace_operations.supervisor.state import NotRunning
 
     with contextlib.suppress(NotRunning):
@@ -178,14 +180,14 @@ def load_stack_token(data_dir: Path | None) -> None:
 
 
 def service_names() -> list[str]:
-    """Return the names of all services, for completion."""
+    """Return the names of all services, for completion in shells."""
     from headrace_operations.supervisor.plan import installed
 
     return list(installed())
 
 
 def topic_names() -> list[str]:
-    """Return the names of all topics, for completion."""
+    """Return the names of all topics, for completion in shells."""
     from headrace_schemas import EVENTS
 
     return sorted(EVENTS)
@@ -214,22 +216,26 @@ def echo_json(text: str) -> None:
 
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[Callable[[str, int, int], None]]:
-    """Show the progress of the block, which calls the yielded function with activity, completed amount and total."""
+    """Show a progress display while the block runs.
+
+    Yields:
+        A function that takes the activity, the completed amount and the total amount.
+    """
     from headrace_cli.terminal import ProgressDisplay
 
     with ProgressDisplay(title, console=console(stderr=True)) as progress:
-        yield lambda doing, completed, total: progress.update(completed, total or None, doing)
+        yield lambda activity, completed, total: progress.update(completed, total or None, activity)
 
 
 def console_login(url: str, data_dir: Path) -> str:
-    """Return the address of the web console at `url` with a new token that is valid once."""
+    """Return the URL of the web console with a new one-time token, which logs a browser in."""
     from headrace_schemas.http.stack_access import make_login_token
 
     return f"{url}/login?token={make_login_token(data_dir)}"
 
 
 def console_line(url: str, data_dir: Path, *, command: str = "headrace console") -> str:
-    """Return the line about the web console. On a terminal it has an address that logs in once.
+    """Return the line that shows the address of the web console, on a terminal with a one-time token.
 
     Args:
         url: address of the console.
@@ -251,7 +257,7 @@ def format_state(service: ServiceState) -> str:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str | None = None) -> Any:
-    """Return a plain table; columns whose name ends in `>` are right-aligned."""
+    """Return a rich table without frames. Columns whose name ends in `>` are right-aligned."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 

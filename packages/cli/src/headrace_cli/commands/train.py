@@ -172,7 +172,7 @@ def add_to(app: typer.Typer) -> None:
 
 
 def checked_as_json(report: CheckReport) -> str:
-    """Return all counts of the report as JSON."""
+    """Return all counts of a check report as JSON."""
     return json.dumps(_report_fields(report), indent=1)
 
 
@@ -185,7 +185,7 @@ def stages_as_json(results: Iterable[JobResult]) -> str:
 
 
 def show_checked(report: CheckReport) -> None:
-    """Print the counts of the rows, the refused rows, and how the first rows would be trained."""
+    """Print the counts of the checked rows, the refused rows, and how the first rows would be trained."""
     out = console()
     for row in report.shown:
         _show_row(row)
@@ -216,7 +216,7 @@ def show_checked(report: CheckReport) -> None:
 
 
 def show(result: JobResult) -> None:
-    """Print what was trained and the next step."""
+    """Print what a job trained, and the command for the next step."""
     out = console()
     journal = result.journal
     rows = [("rows", "trained", str(journal.rows))]
@@ -233,12 +233,12 @@ def show(result: JobResult) -> None:
 
 
 def segments(branch: WrittenBranch) -> Iterator[tuple[str, bool]]:
-    """Return the texts of a branch, each with whether it is trained."""
+    """Yield each piece of text of a branch with whether it is trained."""
     return ((text, index % 2 == 1) for index, text in enumerate(branch.texts) if text)
 
 
 def colour_text(branch: WrittenBranch, *, colour: bool) -> Text:
-    """Return the text of a branch: trained text on green, or between ⟦ and ⟧ without colours."""
+    """Return the text of a branch. Trained text is green, or between ⟦ and ⟧ if colours are not available."""
     from rich.text import Text
 
     result = Text()

@@ -68,7 +68,7 @@ class ReadingOptions:
 
     @property
     def row_options(self) -> RowOptions:
-        """The options as `RowOptions`. Raises `UsageError` if a column is invalid."""
+        """The command line options as `RowOptions`. Raises `UsageError` if a column is invalid."""
         from headrace_operations.jobs.job import RowOptions
 
         return RowOptions(
@@ -160,7 +160,7 @@ def parse_columns(assignments: list[str]) -> dict[str, str]:
 def job_of(
     kind: str, sources: list[str], rows: ReadingOptions, training: TrainingOptions, location: JobLocation
 ) -> Job:
-    """Build the job of the options. Raises `UsageError` if an option is invalid."""
+    """Build a job from the command line options. Raises `UsageError` if an option is invalid."""
     from headrace_operations.jobs.job import Job
     from headrace_operations.supervisor.overrides import parse_assignments
 

@@ -111,7 +111,7 @@ def up(
 
 
 def _wait_up(supervisor: Supervisor, stopping: threading.Event, timeout_s: float) -> RunState | None:
-    """Wait until all services answer; return None if a signal stops the start."""
+    """Wait until all services answer, and return their state, or None if a signal stops the start."""
     from headrace_operations.supervisor import StartFailed
 
     try:
@@ -162,7 +162,7 @@ def _stop_on_signals(supervisor: Supervisor) -> threading.Event:
 
 
 def print_summary(state: RunState) -> None:
-    """Print the services with their addresses. A terminal also gets addresses that log a browser in."""
+    """Print the services with their addresses. On a terminal, addresses of pages include a login for a browser."""
     from headrace_schemas.http.stack_access import token_file
 
     out = console()
@@ -203,8 +203,8 @@ def console_address(data_dir: DataDir = None) -> None:
 def _page_with_login(state: RunState) -> str | None:
     """Return the address of the registry's list of models with the token as its password, for a browser.
 
-    Print it to a terminal only, because other output may be kept in a log. None where `headrace up` has no registry or
-    made no key.
+    Return None if `headrace up` has no registry or made no key. Print the address only to a terminal, because other
+    output may be stored in a log.
     """
     from headrace_schemas.http.stack_access import USERNAME, read_token
 

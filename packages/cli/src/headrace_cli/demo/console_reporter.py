@@ -1,6 +1,4 @@
-"""Console output of the demo: a line for each version and each decision of the registry, and the progress of each
-step.
-"""
+"""Console output of the demo: one line for each version and each decision of the registry, and progress displays."""
 
 from __future__ import annotations
 
@@ -43,12 +41,12 @@ class ConsoleReporter:
         self._console.print(f"[yellow]{line}[/]")
 
     def print_console(self, url: str, data_dir: Path) -> None:
-        """Print the address of the web console at `url`. Each call replaces an address that was not used yet."""
+        """Print the address of the web console with a one-time token, which replaces an unused earlier token."""
         command = f"headrace console --data-dir {shlex.quote(str(data_dir))}"
         self._console.print(console_line(url, data_dir, command=command), soft_wrap=True)
 
     def print_decision(self, event: ModelEvent) -> None:
-        """Print a line for each evaluated version, and for each version that was refused or taken back."""
+        """Print a line for each evaluated version, and for each version that was refused or rolled back."""
         score = event.statistics.get("score")
         if event.decision == "evaluated" and score is not None:
             self._first = score if self._first is None else self._first
@@ -59,23 +57,32 @@ class ConsoleReporter:
             self._console.print(f"{event.version}  [yellow]{event.decision}[/]: {event.reason}")
 
     @contextlib.contextmanager
-    def doing(self, activity: str, *, with_its_own_bar: bool = False) -> Iterator[None]:
-        """Show the activity while the block runs. `with_its_own_bar`: the activity draws its own bar in a terminal."""
+    def show_activity(self, activity: str, *, with_its_own_bar: bool = False) -> Iterator[None]:
+        """Show the name of the activity with a progress display while the block runs.
+
+        Args:
+            activity: what the demo does in the block.
+            with_its_own_bar: whether the block draws its own progress bar in a terminal, so that this one is omitted
+                there.
+        """
         began = time.monotonic()
         has_own_bar = with_its_own_bar and self._console.is_terminal
         with (
-            contextlib.nullcontext() if has_own_bar else ProgressDisplay("demo", doing=activity, console=self._console)
+            contextlib.nullcontext()
+            if has_own_bar
+            else ProgressDisplay("demo", activity=activity, console=self._console)
         ):
             yield
         self._console.print(f"[dim]{activity}: {time.monotonic() - began:.1f} s[/]")
 
     @contextlib.contextmanager
     def agent_progress(self, tasks: int, seconds: float) -> Iterator[Callable[[Watch, int], None]]:
-        """Show the progress of the agent, which may stop earlier.
+        """Show the progress of the agent until it has finished its tasks or the time is over; the agent may stop
+        earlier.
 
         Args:
-            tasks: Number of its tasks. 0 for an agent that is bounded by time alone.
-            seconds: Maximum time of its work.
+            tasks: Number of the agent's tasks; 0 for an agent that is limited only by time.
+            seconds: Maximum time of the agent's work.
 
         Returns:
             A function that takes the registry's decisions and the number of finished tasks.
@@ -86,7 +93,7 @@ class ConsoleReporter:
 
             def update(watch: Watch, finished: int) -> None:
                 status = f"{watch.swaps} swaps, {watch.gain * 100:+.1f} points"
-                progress.update(finished if tasks else time.monotonic() - began, doing=status)
+                progress.update(finished if tasks else time.monotonic() - began, activity=status)
 
             yield update
 
@@ -113,7 +120,10 @@ class ConsoleReporter:
         self.print_rows(recipe, [report.rows for report in reports])
 
     def print_rows(self, recipe: Recipe, seeds: Sequence[Sequence[Row]]) -> None:
-        """Print a column for each row of the recipe. A single seed has 95 % intervals over its plays."""
+        """Print a table with the measures at each point of the recipe (`RowsRecipe`), one column for each point.
+
+        For a single seed, values have 95 % intervals over plays; for several seeds, they are medians.
+        """
         assert recipe.rows is not None
         table = _table(len(seeds), recipe.rows.unit, *(str(row.at) for row in seeds[0]))
         for name, measure in recipe.measures.items():
@@ -164,7 +174,7 @@ def _table(seeds: int, first: str, *columns: str) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class VersionAudit:
-    """Audit score of a version, measured on tasks that selected no version."""
+    """Score of a version on the audit tasks, which take part in no decision about versions."""
 
     version: str
     score: float
@@ -173,7 +183,7 @@ class VersionAudit:
 
 @dataclass(slots=True)
 class Watch:
-    """Follower of the registry's events. `run` it until cancelled; the fields may be read at any time."""
+    """Follower of the registry's events about one model. Call `run` once; the fields may be read at any time."""
 
     bus: str
     model: str
@@ -204,7 +214,7 @@ class Watch:
         return scores[-1] - scores[0] if scores else 0.0
 
     async def run(self) -> None:
-        """Follow the events. If the bus does not answer, try again until it does."""
+        """Read the events until cancelled. If the bus does not answer, try again until it does."""
         while True:
             with contextlib.suppress(Unreachable):
                 async with connected(self.bus) as topics:

@@ -1,4 +1,4 @@
-"""Course of a demo while Headrace runs: measure the first version, let the agent work, measure the last version.
+"""Steps of a demo on a running Headrace: measure the first version, let the agent work, measure the last version.
 
 `TrainingWait` waits until everything that the agent did so far is trained and serves.
 """
@@ -35,7 +35,7 @@ _STALLED_S = 20.0
 
 
 class TrainingWait:
-    """Reader of a model's experiences and training reports, which waits until the agent's work so far is trained.
+    """Waits until the agent's work so far is trained, by reading the model's experiences and training reports.
 
     `until_settled` can be called repeatedly.
     """
@@ -52,7 +52,7 @@ class TrainingWait:
         """Wait until the newest version is promoted or refused and the trainer has nothing more to train.
 
         Raises:
-            StartFailed: this takes longer than `timeout_s`.
+            StartFailed: the wait takes longer than `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         self._changed_s = time.monotonic()
@@ -99,9 +99,9 @@ _SETTLED_S_MAX = 600.0
 
 @contextlib.asynccontextmanager
 async def running_agent(command: Sequence[str], environ: Mapping[str, str]) -> AsyncIterator[Process]:
-    """Run the agent during the block, which may wait for its end.
+    """Start the agent, yield its process for the duration of the block, and stop it with SIGTERM afterwards.
 
-    After the block it gets SIGTERM and time to finish.
+    The agent gets time to finish. The block may wait for its end.
     """
     process = await asyncio.create_subprocess_exec(*bound_to_parent(command), env=environ)
     try:
@@ -151,7 +151,7 @@ class StackAddress:
 
 @dataclass(frozen=True, slots=True)
 class DemoRunResult:
-    """Measurements of the first and the last version, and counts of the agent's requests."""
+    """Measurements of the first and the last version, and counts of the agent's requests and seconds."""
 
     before: MeasuredPlays
     after: MeasuredPlays
@@ -165,7 +165,7 @@ class DemoRunResult:
 
 @dataclass(frozen=True, slots=True)
 class DemoRun:
-    """One run of a recipe's demo on one running Headrace."""
+    """One run of a recipe on one running Headrace."""
 
     recipe: Recipe
     options: Options
@@ -175,22 +175,26 @@ class DemoRun:
 
     async def run_with_gate(self) -> DemoRunResult:
         """Let the agent work until the audit of the registry reaches the goal."""
-        with self.reporter.doing("loading, probing and evaluating the first version"):
+        with self.reporter.show_activity("loading, probing and evaluating the first version"):
             await self._wait_first_version(lambda: self.watch.champions[0] in self.watch.scores)
-        with self.reporter.doing("measuring it as the last one will be"):
+        with self.reporter.show_activity("measuring it as the last one will be"):
             before = await self._measure(self.watch.champions[0])
         began = time.time()
         summary = await self._run_agent({}, self.options.goal.traffic_s_max)
         traffic_s = time.time() - began
-        with self.reporter.doing("waiting until the last version is measured"):
+        with self.reporter.show_activity("waiting until the last version is measured"):
             await self._wait_last_audit()
-        with self.reporter.doing("measuring the last version"):
+        with self.reporter.show_activity("measuring the last version"):
             after = await self._measure(self.watch.champions[-1])
         return DemoRunResult(before, after, summary["requests"], summary["failed_requests"], began, traffic_s)
 
     async def run_rows(self, rows: RowsRecipe) -> DemoRunResult:
-        """Let the agent work from row to row, and measure the serving version once everything before is trained."""
-        with self.reporter.doing("loading and probing the first version"):
+        """Let the agent work from one point of the recipe's rows to the next, and measure the serving version at each
+        point.
+
+        Each measurement waits until everything before it is trained.
+        """
+        with self.reporter.show_activity("loading and probing the first version"):
             await self._wait_first_version(lambda: True)
         began = time.time()
         first, row = await self._row(rows, 0, [])
@@ -201,7 +205,7 @@ class DemoRun:
             left_s = self.options.goal.traffic_s_max - result.traffic_s
             summary = await self._run_agent({"row_before": before, "row": at}, left_s)
             traffic_s = result.traffic_s + time.monotonic() - started_s
-            with self.reporter.doing("waiting until all of it is trained and serves"):
+            with self.reporter.show_activity("waiting until all of it is trained and serves"):
                 await settling.until_settled(self.watch, _SETTLED_S_MAX)
             last, row = await self._row(rows, at, result.rows)
             requests = result.requests + summary["requests"]
@@ -214,17 +218,17 @@ class DemoRun:
 
     async def _row(self, rows: RowsRecipe, at: int, earlier_rows: Sequence[Row]) -> tuple[MeasuredPlays, Row]:
         version = self.watch.champions[-1]
-        with self.reporter.doing(f"measuring {version} after {at} {rows.unit}"):
+        with self.reporter.show_activity(f"measuring {version} after {at} {rows.unit}"):
             plays = await self._measure(version)
         row = Row.of(at, version, self.recipe.measures, plays)
         self.reporter.print_rows(self.recipe, [[*earlier_rows, row]])
         return plays, row
 
     async def _measure(self, version: str) -> MeasuredPlays:
-        """Let a version play the demo's held-out tasks, and return the scores; all versions get the same tasks and
+        """Let a version play the demo's held-out tasks, and return the results. All versions get the same tasks and
         seeds.
 
-        These plays select no version: the agent stops by the registry's audit, which uses other plays.
+        The plays take part in no decision: the agent stops by the registry's audit, which uses other plays.
         """
         command = bound_to_parent(self.recipe.command("measure", {**self._values(), "version": version}))
         environ = command_environment(self.recipe)
@@ -272,7 +276,7 @@ class DemoRun:
                 await self.watch.changed.wait()
 
     async def _wait_last_audit(self) -> None:
-        """Wait until the newest champion has its score of the audit.
+        """Wait until the newest champion has an audit score.
 
         A version is audited only after its promotion, so its score comes later than the promotion.
         """
@@ -287,7 +291,7 @@ class DemoRun:
 
 
 def _finished_tasks(summary: Path) -> int:
-    """Return the number of tasks in the agent's summary, or 0 while there is none that can be read."""
+    """Return the number of finished tasks in the agent's summary file, or 0 if the file cannot be read yet."""
     try:
         return int(json.loads(summary.read_text(encoding="utf-8")).get("tasks", 0))
     except (FileNotFoundError, ValueError, RecursionError):
@@ -307,11 +311,13 @@ async def _within(limit_s: float, problem: str) -> AsyncIterator[None]:
 
 
 def service_environment(recipe: Recipe) -> dict[str, str]:
-    """Return the environment of the services. The demo's folder is importable as a package, for reward functions."""
+    """Return the environment variables of the services, in which the demo's folder can be imported for reward
+    functions.
+    """
     paths = [str(recipe.folder.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def command_environment(recipe: Recipe) -> dict[str, str]:
-    """Return the environment of the demo's own commands, which are a user's programs."""
+    """Return the environment variables of the demo's own commands, which are programs of a user."""
     return program_environment(recipe.environment, environ=service_environment(recipe))

@@ -1,6 +1,4 @@
-"""Measures of versions besides their score, measurements between the beginning and the end of a demo, and promises
-about them.
-"""
+"""Measures of versions besides their score: their definitions in a recipe, their values, and checks of limits."""
 
 from __future__ import annotations
 
@@ -22,7 +20,9 @@ ROUNDING = 1e-9
 
 
 class DemoMeasure(BaseModel):
-    """Mean of one field of the lines that the recipe's `measure` prints, with its limits."""
+    """Definition of a measure, the mean of one field in the lines that the recipe's `measure` prints, with its
+    limits.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -47,7 +47,7 @@ class DemoMeasure(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class BeforeAfter:
-    """Means of the first and the last version over the same plays."""
+    """Means of one measure for the first and the last version over the same plays."""
 
     before: float
     after: float
@@ -55,7 +55,10 @@ class BeforeAfter:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlays:
-    """Lines that `measure` printed for one version: one for each play, a task that an agent tried once. Never empty."""
+    """Lines that `measure` printed for one version: one for each play, a task that an agent tried once.
+
+    There is at least one line.
+    """
 
     lines: tuple[Mapping[str, Any], ...]
 
@@ -64,7 +67,7 @@ class MeasuredPlays:
         return cls(tuple(json.loads(line) for line in output.splitlines() if line.strip()))
 
     def mean(self, name: str) -> float:
-        """Return the mean of a field.
+        """Return the mean of a field over all plays.
 
         Raises:
             UsageError: a play has no number in this field.
@@ -109,7 +112,7 @@ def check_measures(
 
 
 def medians(name: str, seeds: Sequence[Mapping[str, BeforeAfter]]) -> tuple[float, float, float]:
-    """Return the medians of before, after and gain over the seeds; the gain is computed for each seed."""
+    """Return the medians over the seeds of a measure before the demo, after it, and of its gain per seed."""
     values = [seed[name] for seed in seeds]
     columns = (
         [value.before for value in values],
@@ -136,10 +139,10 @@ def _check_measure(name: str, measure: DemoMeasure, measured: tuple[float, float
 
 
 class RowsRecipe(BaseModel):
-    """Points at which to measure, in a unit that the agent counts.
+    """Points of a demo at which versions are measured, in a unit that the agent counts.
 
-    The agent's command runs from each row to the next one, as `{row_before}` and `{row}`. It ends when it has reached
-    the row, and with it the traffic; the version that serves then is measured.
+    The agent's command runs from each point to the next one, which it gets as `{row_before}` and `{row}`. It ends at
+    the point, and with it the traffic; the version that serves then is measured.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -157,13 +160,13 @@ class RowsRecipe(BaseModel):
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
-        """Pairs of consecutive measurements. Between the two the agent plays and is trained."""
+        """Pairs of consecutive points. Between the two the agent works and its traffic is trained."""
         return tuple(itertools.pairwise(self.at))
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Means of the measures of one version over the same plays."""
+    """Means of the measures of the version that served at one point of a demo."""
 
     at: int
     version: str
@@ -174,7 +177,7 @@ class Row:
 
     @classmethod
     def of(cls, at: int, version: str, measures: Mapping[str, DemoMeasure], plays: MeasuredPlays) -> Row:
-        """Compute the means of all measures.
+        """Compute the means of all measures over the plays of a version.
 
         Raises:
             UsageError: a play has no number of a measure.
@@ -186,12 +189,12 @@ class Row:
 
 
 def median_row(name: str, seeds: Sequence[Sequence[Row]]) -> list[float]:
-    """Return for each row of a demo's table the median of the measure `name` over the runs with different seeds."""
+    """Return, for each point of a demo, the median of the measure `name` over the runs with different seeds."""
     return [statistics.median(row.measures[name] for row in same) for same in zip(*seeds, strict=True)]
 
 
 def check_rows(measures: Mapping[str, DemoMeasure], seeds: Sequence[Sequence[Row]]) -> Iterable[CheckResult]:
-    """Compare the medians over `seeds` with the limits of single rows. A row without a measurement fails."""
+    """Compare the medians over `seeds` with the limits of single points. A point without a measurement fails."""
     at = [row.at for row in seeds[0]]
     for name, measure in measures.items():
         values = dict(zip(at, median_row(name, seeds), strict=True))

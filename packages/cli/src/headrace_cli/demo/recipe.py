@@ -38,7 +38,7 @@ class Goal(BaseModel):
 
 
 class SignalRecipe(BaseModel):
-    """Variant of the demo whose users give another kind of feedback: `[signals.NAME]`."""
+    """Variant of the demo with another kind of user feedback, from the table `[signals.NAME]`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,8 +52,9 @@ class SignalRecipe(BaseModel):
 
 
 class Opponent(BaseModel):
-    """A model that a demo registers and serves beside the trained one, for example an opponent in a game. It has the
-    base model's weights and is never trained.
+    """A model with the base model's weights that a demo registers and serves, but never trains.
+
+    An example is the opponent in a game.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -107,7 +108,7 @@ class Recipe(BaseModel):
     folder: Path = Path()
 
     def with_signal(self, name: str) -> Recipe:
-        """Return the recipe of a variant.
+        """Return the recipe changed by its variant `name`.
 
         Raises:
             UsageError: the recipe has no such variant.
@@ -132,10 +133,10 @@ class Recipe(BaseModel):
 
 
 def default_folder() -> Path:
-    """Return the e-mail agent: of the distribution headrace-demo, else of a checkout in the current directory.
+    """Return the folder of the e-mail agent, from the distribution headrace-demo or from a checkout in this directory.
 
     Raises:
-        UsageError: neither is there.
+        UsageError: neither exists.
     """
     try:
         folder = Path(str(distribution("headrace-demo").locate_file("headrace_demo/email_agent")))
@@ -147,7 +148,7 @@ def default_folder() -> Path:
 
 
 def read(folder: Path) -> Recipe:
-    """Read a recipe.
+    """Read the recipe in a demo's folder.
 
     Raises:
         UsageError: the folder has no valid `demo.toml`.

@@ -1,6 +1,4 @@
-"""Report of a demo, whether it reached its goal, its chart of held-out success, and the comparison of several seeds
-with its promises.
-"""
+"""Report of a demo: whether it reached its goal, its chart, and the comparison of several seeds with its promises."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from headrace_operations.turn_account import TurnAccount
 
 @dataclass(frozen=True, slots=True)
 class VersionScore:
-    """Held-out success of one version on the audit tasks.
+    """Success rate of one version on the audit tasks, which are held out.
 
     `score` is None for a refused version. `at_s` counts from the start of the traffic, `takeover_s` from the
     registration of the version to its promotion.
@@ -32,14 +30,16 @@ class VersionScore:
 
 
 def takeover_mean_s(versions: Sequence[VersionScore]) -> float | None:
-    """Return the mean seconds from publication to serving of the versions after the first; None if there are none."""
+    """Return the mean seconds from registration to promotion of the versions after the first, or None if there are
+    none.
+    """
     waits_s = [version.takeover_s for version in versions[1:] if version.takeover_s is not None]
     return statistics.fmean(waits_s) if waits_s else None
 
 
 @dataclass(frozen=True, slots=True)
 class ShownTask:
-    """Texts of the first and the last version for one task."""
+    """Texts that the first and the last version wrote for one task."""
 
     task: str
     before: str
@@ -77,7 +77,7 @@ class Report:
 
     @classmethod
     def account(cls, account: TurnAccount) -> dict[str, object]:
-        """Return the fields that come from the turn account."""
+        """Return the report's fields that are taken from the turn account."""
         return {
             "turns_captured": account.captured,
             "turns_trained": account.trained,
@@ -87,7 +87,7 @@ class Report:
         }
 
     def shortfalls(self, goal: Goal) -> list[str]:
-        """Return a clause for each promise that the demo missed, those of `goal` included; empty on success."""
+        """Return a clause for each promise that the demo missed, including those in `goal`; empty if it missed none."""
         dropped = sum(self.turns_dropped.values())
         total = self.turns_trained + self.turns_waiting + dropped
         promises = {
@@ -147,9 +147,7 @@ def draw_chart(report: Report, title: str, path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class SeedsReport:
-    """Results of a demo with several seeds, and whether each promised figure holds: for the median of the seeds or for
-    each.
-    """
+    """Results of a demo with several seeds, and whether each promise holds for the median or for each of the seeds."""
 
     title: str
     seeds: tuple[Report, ...]

@@ -1,4 +1,4 @@
-"""Runs a demo from the base model to the report: checks without services, opponents, the course of the agent."""
+"""Runs a demo from building the base model to the report, with its checks, its opponents and its agent."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LINE: TypeAdapter[CheckResult] = TypeAdapter(CheckResult)
 
 
 def run_recipe_checks(command: Sequence[str], environ: Mapping[str, str]) -> tuple[CheckResult, ...]:
-    """Run the checks and return their lines, which have `name`, `wanted`, `found` and `holds`.
+    """Run the recipe's command for checks, and return the check results that it prints, one for each line.
 
     Raises:
         StartFailed: the program failed or printed something else.
@@ -49,7 +49,7 @@ _WHY = "plays beside the agent, and stays as it is"
 
 
 async def register_opponents(registry: str, name: str, folder: Path, label: str, environ: Mapping[str, str]) -> str:
-    """Register a version and return it once it is served as the pinned champion of `name`.
+    """Register a folder as the pinned champion of model `name`, and return its version once it is served.
 
     Args:
         registry: URL of the registry.
@@ -98,7 +98,7 @@ async def play(
     """
     began = time.monotonic()
     options.out.mkdir(parents=True, exist_ok=True)
-    with reporter.doing("building the base model", with_its_own_bar=True):
+    with reporter.show_activity("building the base model", with_its_own_bar=True):
         base = await asyncio.to_thread(_build_base, recipe, options.values)
     settings = {**recipe.settings, "trainer.base": base, "trainer.seed": options.seed, **options.settings}
     supervisor = Supervisor(
@@ -111,7 +111,7 @@ async def play(
         report=reporter.print_event,
     )
     try:
-        with reporter.doing("starting the services"):
+        with reporter.show_activity("starting the services"):
             supervisor.start()
             state = await asyncio.to_thread(supervisor.wait_up)
         console = state.services["console"].url if "console" in state.services else ""
@@ -121,14 +121,14 @@ async def play(
         all_settings = {**settings, "data_dir": options.data_dir}
         environ = Overrides(recipe.folder / recipe.config, all_settings, service_environment(recipe)).environ
         for name, opponent in recipe.models.items():
-            with reporter.doing(f"registering {name}"):
+            with reporter.show_activity(f"registering {name}"):
                 await register_opponents(supervisor.url("registry"), name, Path(base), opponent.label, environ)
         report = await run_on_stack(recipe, options, stack, reporter)
         report = replace(report, wall_s=round(time.monotonic() - began, 1))
         if finish is not None:
             await finish(report, stack)
     finally:
-        with reporter.doing("stopping the services"):
+        with reporter.show_activity("stopping the services"):
             await asyncio.to_thread(supervisor.stop)
     return report
 
@@ -172,7 +172,7 @@ def _run_checks(recipe: Recipe, options: Options) -> tuple[CheckResult, ...]:
 
 
 def _example(recipe: Recipe, before: MeasuredPlays, after: MeasuredPlays) -> ShownTask | None:
-    """Return the texts of the first task by name, so that no task is preferred."""
+    """Return the shown texts of both versions for the first task by name, so that the choice favours no version."""
     if recipe.shown is None:
         return None
     first, last = before.texts_by_task(recipe.shown), after.texts_by_task(recipe.shown)
@@ -181,7 +181,10 @@ def _example(recipe: Recipe, before: MeasuredPlays, after: MeasuredPlays) -> Sho
 
 
 def _versions(watch: Watch, traffic_began: float) -> tuple[VersionScore, ...]:
-    """Return the versions in the order of their decisions. Refused versions have no score, as they never served."""
+    """Return the versions in the order of the registry's decisions.
+
+    Refused versions have no score, as they never served.
+    """
     decisions: list[tuple[datetime, str, float | None, bool]] = [
         (scored.time, scored.version, scored.score, scored.version in watch.champions)
         for scored in watch.scores.values()

@@ -139,8 +139,8 @@ async def _run(recipe: StagedTraining, environment: StageEnvironment, tick: Tick
     for number, stage in enumerate(recipe.stages, 1):
         last = number == len(recipe.stages)
 
-        def stage_tick(doing: str, completed: int, total: int, number: int = number) -> None:
-            tick(f"stage {number}: {doing}", completed, total)
+        def stage_tick(activity: str, completed: int, total: int, number: int = number) -> None:
+            tick(f"stage {number}: {activity}", completed, total)
 
         prepared = prepare(_job(recipe, stage, number, base, environment, offer=offer and last))
         run_stage = (
