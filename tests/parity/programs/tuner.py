@@ -32,7 +32,7 @@ from headrace.tuner import (
     tune_prompt,
 )
 from headrace_integrations.trinity.workflows import FormatArgs
-from headrace_integrations.tuner.configs import outcome
+from headrace_integrations.tuner.configs import run_and_judge
 from headrace_operations.trinity_yaml import KEYS, convert, flatten_keys
 from tests.docs.fences import check
 from tests.parity.stage import CONVERTED, EXPLORER, TRAINER, Stage, program, raises
@@ -88,10 +88,12 @@ def objects(stage: Stage) -> None:
         check_judge_function(judge)
         raises(UsageError, "has a parameter 'more'", lambda: check_workflow_function(takes_more))
         raises(UsageError, "must be async", lambda: check_judge_function(lambda task, response: None))
-        reward, metrics = blocking(outcome(tuner_workflow, with_metrics, None, task, Scripted("579", 3)))
+        reward, metrics = blocking(run_and_judge(tuner_workflow, with_metrics, None, task, Scripted("579", 3)))
         assert (reward, metrics) == (0.75, {"length": 3.0, "short": 0.5})
         raises(
-            UsageError, "reward = None", lambda: blocking(outcome(tuner_workflow, None, None, task, Scripted("1", 1)))
+            UsageError,
+            "reward = None",
+            lambda: blocking(run_and_judge(tuner_workflow, None, None, task, Scripted("1", 1))),
         )
         base = "models/base"
         train = DatasetConfig(path=str(data))

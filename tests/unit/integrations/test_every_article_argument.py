@@ -368,7 +368,7 @@ def test_no_public_function_swallows_unknown_arguments(module: str) -> None:
             assert not open_ended or function.__name__ in OPEN, f"{module}.{name}.{function.__name__}"
 
 
-OPEN = {"create_reward", "run_and_collect", "accuracy", "called", "reward_of_completion"}
+OPEN = {"create_reward", "run_and_collect", "accuracy", "call_function", "reward_of_completion"}
 """`create_reward` and `run_and_collect` check their options; the others get columns of a data set."""
 
 

@@ -164,15 +164,15 @@ def test_a_failed_judge_is_no_reward(name: str, monkeypatch: pytest.MonkeyPatch,
 
 def test_planted_adapter_that_sends_0_is_detected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Injected fault: a tuner that gives every run a number."""
-    from headrace_integrations.tuner.configs import outcome
+    from headrace_integrations.tuner.configs import run_and_judge
 
     async def forgiving(*args: Any) -> tuple[float, dict[str, float]]:
         try:
-            return await outcome(*args)
+            return await run_and_judge(*args)
         except RuntimeError:
             return 0.0, {}
 
-    monkeypatch.setattr("headrace_integrations.tuner.tuning.outcome", forgiving)
+    monkeypatch.setattr("headrace_integrations.tuner.tuning.run_and_judge", forgiving)
     assert "a reward of 0 was sent" in violations(with_the_tuner, monkeypatch, tmp_path)
 
 

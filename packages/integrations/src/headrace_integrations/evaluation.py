@@ -1,4 +1,4 @@
-"""Evaluate one exact version on held-out tasks: metrics with confidence intervals, also as a gate program.
+"""Evaluation of one exact version on held-out tasks: metrics with confidence intervals, and a gate program.
 
     result = await evaluate(stack, tasks, play, {"accuracy": is_right}, version=stack.serving())
     print(result.means["accuracy"])  # 0.71 (0.62 to 0.79, 96 plays)
@@ -59,7 +59,10 @@ class MetricMean:
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedVersion:
-    """Metrics of one version by name. A play that raised is listed in `errors` and excluded from all means."""
+    """Metrics of one version by name.
+
+    A play that raised an exception is listed in `errors` and excluded from all means.
+    """
 
     version: str
     means: Mapping[str, MetricMean]
@@ -78,9 +81,9 @@ async def evaluate(
     at_once: int = 16,
     confidence: float = 0.95,
 ) -> EvaluatedVersion:
-    """Play each task `plays` times with one version and return metrics of the results of `play`.
+    """Play each task `plays` times with one version, and return the mean of each metric over the results of `play`.
 
-    Replicas keep the version loaded in the meantime.
+    Meanwhile replicas keep the version loaded.
 
     Args:
         version: exact version to evaluate; by default the version that serves now.
@@ -133,8 +136,11 @@ async def _mean(measure: Measure, runs: Sequence[Run], confidence: float) -> Met
 
 
 async def measure_value(measure: Measure, task: object, result: object) -> float | None:
-    """Return the value of a metric, or None if it abstains. Raises `TypeError` and `ValueError` for values that are not
-    finite numbers."""
+    """Return the value of a metric for the result of a play, or None if the metric abstains.
+
+    Raises:
+        TypeError, ValueError: the value is not a finite number.
+    """
     value: Any = (
         await measure(task, result)
         if inspect.iscoroutinefunction(measure)
@@ -163,16 +169,16 @@ def serve_gate(
     Args:
         gate: tasks that decide, by name.
         audit: tasks that only measure, by name.
-        play: plays one task with the agent.
-        score: returns a score from 0 to 1 for the result of a play. In contrast to training, a failed play scores 0
-            here, because failures make a version worse.
+        play: function that plays one task with the agent.
+        score: function that returns a score from 0 to 1 for the result of a play. In contrast to training, a failed
+            play scores 0 here, because failures make a version worse.
         base_url: address of the gateway.
         lines: input stream; standard input by default.
         out: output stream; standard output by default.
 
     Raises:
         ExceptionGroup: of `HeadraceError`, as soon as a score cannot be computed. The gate then fails, so that no
-            version is judged by a guess.
+            version is judged without a score.
     """
     asyncio.run(_serve(gate, audit, play, score, base_url, lines or sys.stdin, out or sys.stdout))
 
@@ -213,9 +219,9 @@ async def _serve(
 
 
 def _read_in_thread(lines: TextIO) -> asyncio.Queue[str]:
-    """Read lines in a thread and put each into the returned queue, then an empty line at the end of the input.
+    """Read lines in a thread and put each into the returned queue. An empty line marks the end of the input.
 
-    The thread is never joined, because it may block until the registry closes the input while the registry waits for
+    The thread is never joined, because it may block until the registry closes the input, while the registry waits for
     this program.
     """
     loop, queue = asyncio.get_running_loop(), asyncio.Queue[str]()

@@ -1,6 +1,6 @@
-"""Feedback signals under the names of AgentScope's article: reward functions, an LLM judge, preferences of people.
+"""Sources of feedback under the names of AgentScope's article: reward functions, an LLM judge, preferences of people.
 
-Every failure raises an exception. A run that cannot be judged gets no score, and never a score of 0.
+Failures raise exceptions. A run that cannot be judged gets no score; it never gets a score of 0.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ __all__ = ["DPOTrainer", "HumanPreferenceCollector", "LLMJudge", "RewardFunction
 
 
 class RewardFunction:
-    """Base class for reward functions: override `compute`. Instances are accepted wherever a reward function is."""
+    """Base class of reward functions, whose subclasses override `compute`.
+
+    Instances can be passed as reward functions.
+    """
 
     def compute(self, trajectory: Mapping[str, Any]) -> float:
-        """Return the reward of one record of `headrace.rl.DataCollector`. Raise an exception to abstain."""
+        """Return the reward of a record of `headrace.rl.DataCollector`. An exception means that there is no reward."""
         raise NotImplementedError
 
     def check_completion(self, trajectory: Mapping[str, Any]) -> dict[str, float]:
@@ -51,10 +54,10 @@ class RewardFunction:
 
 
 class LLMJudge:
-    """Judge: another model that scores answers for the `criteria` (name to description) that you choose.
+    """LLM judge: a model that scores answers by the `criteria`, a mapping of names to descriptions.
 
-    Prompts and parsing are those of the judge service. The endpoint of `model` is `base_url`, else the gateway of the
-    entered stack, else `OPENAI_BASE_URL`.
+    Prompts and parsing are those of the judge service. The endpoint of `model` is `base_url`, or else the gateway of
+    the entered stack, or else `OPENAI_BASE_URL`.
     """
 
     def __init__(
@@ -86,7 +89,8 @@ class LLMJudge:
 class HumanPreferenceCollector:
     """Collector of a person's preferences between two answers.
 
-    The person answers at the terminal, or through `ask(question, a, b)`, which returns "a", "b" or None for neither.
+    The person answers at the terminal, or through the function `ask(question, a, b)`, which returns "a", "b" or None
+    for neither.
     """
 
     def __init__(self, ask: Callable[[str, str, str], str | None] | None = None) -> None:
@@ -118,7 +122,7 @@ class DPOTrainer:
             self.preferences.append(dict(preference))
 
     def train(self) -> str:
-        """Train on all added preferences in one offline job and return its version once the registry has decided about
+        """Train on all added preferences in one offline job, and return its version once the registry has decided about
         it.
 
         If that version becomes champion, the stack's own trainer does not train on its answers, because they belong to

@@ -1,5 +1,7 @@
-"""Improve an agent without training: select the best of several models with a workflow, or tune its system prompt,
-with the search of the package dspy. Part of `headrace.tuner`.
+"""Improvement of an agent without training: selection of the best model for a workflow, and tuning of its system
+prompt.
+
+The prompt is tuned with the search of the package dspy. Both functions are part of `headrace.tuner`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from headrace_integrations.stack.connection import ENTERED
 from headrace_integrations.tuner.configs import (
     JudgeOutput,
     PromptTuneConfig,
-    called,
+    call_function,
     check_judge_function,
     check_prompt_workflow,
     check_workflow_function,
@@ -44,7 +46,8 @@ def tune_prompt(
     eval_dataset: Any = None,
     config: Any = None,
 ) -> tuple[str, dict[str, float]]:
-    """Search for the best system prompt and return it with its comparison to the initial prompt.
+    """Search for the best system prompt, and return it with a comparison of its rewards with those of the initial
+    prompt.
 
     With `compare_performance`, the comparison has the mean rewards before and after on `eval_dataset` (by default the
     training rows), and `valset_improvement` in percent. A sample that fails is excluded from the means.
@@ -80,7 +83,7 @@ def tune_prompt(
     def reward(task: dict[str, Any], prompt: str) -> float:
         async def sample() -> float:
             output = await workflow(task=task, system_prompt=prompt)
-            judged = await called(judge_func, None, task=task, response=output.response)
+            judged = await call_function(judge_func, None, task=task, response=output.response)
             return score("reward", judged.reward)
 
         return blocking(sample())
@@ -94,9 +97,10 @@ def tune_prompt(
 
 
 def _search(dspy: Any, rows: list[dict[str, Any]], prompt: str, reward: Callable[..., float], options: Any) -> str:
-    """Return the best prompt that dspy finds.
+    """Return the system prompt with the highest reward that dspy finds.
 
-    dspy tunes the instructions of a module. This module passes its instructions to the workflow as the system prompt.
+    dspy tunes the instructions of a module. The module here passes its instructions to the workflow as the system
+    prompt.
     """
 
     class Prompted(dspy.Module):  # type: ignore[misc]
@@ -167,7 +171,7 @@ async def select_model(
 ) -> tuple[Any, dict[str, float]]:
     """Return the candidate with the best mean reward, and the means of all candidates.
 
-    A sample that fails is excluded from the means, and a candidate without any other sample is never the best.
+    A sample that fails is excluded from the means. A candidate whose samples all fail is never selected.
 
     Args:
         judge_func: async function that gets {"response", "metrics"} as the response; the metrics are `execution_time`,
@@ -206,7 +210,7 @@ async def select_model(
 
 
 async def avg_time_judge(task: Mapping[str, Any], response: Any) -> JudgeOutput:
-    """Judge that prefers short execution times."""
+    """Return the negative execution time of a response in seconds as its reward, so that fast models win."""
     return JudgeOutput(reward=-score("execution_time", response["metrics"]["execution_time"]))
 
 
@@ -226,9 +230,11 @@ async def _sample(
         began = time.monotonic()
         try:
             model, used = _with_token_counts(candidate)
-            output = await called(workflow, None, task=task, model=model)
+            output = await call_function(workflow, None, task=task, model=model)
             metrics = {"execution_time": time.monotonic() - began, **used, **dict(output.metrics or {})}
-            judgement = await called(judge, None, task=task, response={"response": output.response, "metrics": metrics})
+            judgement = await call_function(
+                judge, None, task=task, response={"response": output.response, "metrics": metrics}
+            )
         except Exception:  # noqa: BLE001 (a user's functions may raise anything; the sample is counted as failed)
             return None
         try:
@@ -238,7 +244,7 @@ async def _sample(
 
 
 def _with_token_counts(candidate: Any) -> tuple[Any, dict[str, float]]:
-    """Return the model with a wrapper that counts tokens, and the counts, which its calls update."""
+    """Return a wrapper of the model, and token counts that each call of the wrapper updates."""
     token_counts = {"input_tokens": 0.0, "output_tokens": 0.0, "total_tokens": 0.0}
     model = _served_model(candidate) if isinstance(candidate, str) else candidate
 

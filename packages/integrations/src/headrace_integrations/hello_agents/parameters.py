@@ -55,7 +55,7 @@ _REASONS = {
 
 
 def check(action: str, parameters: Mapping[str, Any]) -> None:
-    """Raise `UsageError` for the first parameter that `action` does not honour."""
+    """Raise `UsageError` for the first parameter that has no effect in the action `action` of the training tool."""
     allowed = ["action", *BY_ACTION[action]]
     if action in ("train", "create_reward"):
         kind = str(parameters.get("reward_type", "accuracy"))
@@ -73,7 +73,7 @@ def check(action: str, parameters: Mapping[str, Any]) -> None:
 
 
 def trainer_settings(parameters: Mapping[str, Any]) -> dict[str, object]:
-    """Return the trainer settings of the parameters of `train`."""
+    """Return the settings of the trainer that correspond to the parameters of the action `train`."""
     settings: dict[str, object] = {}
     for name, (setting, kind) in SETTINGS.items():
         if parameters.get(name) is not None:

@@ -1,5 +1,7 @@
-"""Reward functions `fn(completions, **kwargs)` that return one number per completion. `ground_truth` is a list of the
-same length."""
+"""Reward functions `fn(completions, **kwargs)` that return one number per completion.
+
+`kwargs` contains `ground_truth`, a list of the right answers in the order of the completions.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ _TOLERANCE = 1e-4
 
 
 def accuracy(completions: Sequence[str], **kwargs: Any) -> list[float]:
-    """Return 1 for each completion with the last number or the text of the truth, else 0."""
+    """Return 1 for each completion whose last number or text equals the right answer, otherwise 0."""
     return [
         float(same(completion, truth))
         for completion, truth in zip(completions, kwargs.get("ground_truth", ()), strict=True)
@@ -64,10 +66,10 @@ def create_reward(reward_type: str = "accuracy", **options: Any) -> RewardCallab
 
 
 def reward_of_completion(function: RewardCallable, completion: str, truth: Any, **columns: Any) -> float:
-    """Return the reward of one completion.
+    """Return the reward that a function gives one completion.
 
     Raises:
-        UsageError: the function returns no finite number. That is an error, and never a reward of 0.
+        UsageError: the function returns no finite number. This is never counted as a reward of 0.
     """
     returned = list(function([completion], ground_truth=[truth], **{name: [value] for name, value in columns.items()}))
     try:

@@ -1,7 +1,8 @@
-"""`RLTrainingTool`: actions as dictionaries, results as JSON; and `AgenticRLPipeline`: load data, train with sft,
-evaluate, train that model with grpo, evaluate; configured by one JSON file.
+"""The training tool of HelloAgents: `RLTrainingTool` runs single actions, `AgenticRLPipeline` a fixed sequence.
 
-Data sets are registered ones, files, folders, and `gsm8k` through the package datasets.
+Actions are dictionaries, results are JSON. The pipeline, configured by a JSON file, loads data, trains with sft,
+evaluates, trains the result with grpo, and evaluates again. Data sets are registered ones, files, folders, and `gsm8k`
+through the package datasets.
 """
 
 from __future__ import annotations
@@ -38,7 +39,10 @@ _ANSWER_COLUMNS = ("completion", "answer", "full_answer", "ground_truth")
 def load_rows(
     dataset: str, registered: Mapping[str, Any], form: str, split: str, samples: int | None = None
 ) -> list[dict[str, Any]]:
-    """Return up to `samples` rows in the columns of the tool. Raises `UsageError` for invalid rows."""
+    """Return up to `samples` rows of a data set with the columns that the tool uses.
+
+    Raises `UsageError` for invalid rows.
+    """
     if form not in FORMATS:
         raise UsageError(f"format = {form!r}: must be one of {', '.join(FORMATS)}")
     if dataset in registered:
@@ -75,12 +79,12 @@ _GROUP = 4
 
 @dataclass(frozen=True, slots=True)
 class TrainingPlan:
-    """Sampling parameters of GRPO, and trainer settings.
+    """Sampling parameters of GRPO and settings of the trainer, from the parameters of the action `train`.
 
     Attributes:
         group: number of answers to each prompt.
         tokens_max: token limit of an answer.
-        settings: trainer settings that parameters name.
+        settings: settings of the trainer.
     """
 
     group: int
@@ -207,7 +211,10 @@ class RLTrainingTool:
         return str(blocking(steps()))
 
     def _evaluate(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Evaluate the weights in `model_path`. `use_lora` must agree with the contents of the folder."""
+        """Evaluate the weights in the folder `model_path`.
+
+        `use_lora` must be true exactly if the folder contains an adapter.
+        """
         path = str(parameters["model_path"])
         is_adapter = (Path(path) / "adapter_config.json").is_file()
         if parameters.get("use_lora", is_adapter) != is_adapter:
@@ -272,26 +279,31 @@ async def answer(run: Run, prompt: str, temperature: float, tokens_max: int = _A
 
 
 def reward_function_of(parameters: Mapping[str, Any]) -> RewardCallable:
-    """Return the reward function that the parameters name."""
+    """Return the reward function that the parameters of an action select."""
     kind = str(parameters.get("reward_type", "accuracy"))
     names = KINDS[kind][1] if kind in KINDS else ()
     return create_reward(kind, **{name: parameters[name] for name in names if name in parameters})
 
 
 def accuracy_of(task: Mapping[str, Any], text: str) -> float:
-    """Return the accuracy, 0 or 1, of an answer to a task."""
+    """Return 1 if a text answers the task correctly, otherwise 0."""
     return rewards_of_accuracy([text], ground_truth=[task["ground_truth"]])[0]
 
 
 def _accelerate(parameters: Mapping[str, Any]) -> dict[str, object]:
-    """Return trainer settings of `accelerate_config`, a file for `accelerate launch --config_file`."""
+    """Return the trainer settings for the parameter `accelerate_config`, a file for `accelerate launch
+    --config_file`.
+    """
     if "accelerate_config" not in parameters:
         return {}
     return settings_of_accelerate(parameters["accelerate_config"])
 
 
 def base_of(path: str) -> str:
-    """Return the folder to start from: for an adapter that this tool wrote, the merged model within its folder."""
+    """Return the folder of the base model for a training.
+
+    For an adapter that this tool wrote, it is the merged model within the adapter's folder.
+    """
     merged = Path(path) / MERGED
     return str(merged) if (Path(path) / "adapter_config.json").is_file() and merged.is_dir() else path
 
@@ -309,7 +321,7 @@ _SET_BY_PIPELINE = {"action", "algorithm", "model_name", "model_path"}
 
 
 class AgenticRLPipeline:
-    """Pipeline of training and evaluation stages. Stages raise `HeadraceError`.
+    """Pipeline of training and evaluation stages. A stage that fails raises `HeadraceError`.
 
     The configuration file has `model.base_model`, `sft` and `grpo` with `output_dir`, `num_epochs` and `batch_size`,
     and `eval.max_samples`. `sft`, `grpo` and `eval` may have any other parameter of the tool.
@@ -351,7 +363,7 @@ class AgenticRLPipeline:
         return self._evaluate("sft", model_path)
 
     def stage4_grpo_training(self, sft_model_path: str) -> str:
-        """Train the model of the sft stage with grpo."""
+        """Train the model that the sft stage produced with grpo, and return the folder of the result."""
         return self._train("grpo", sft_model_path)
 
     def stage5_grpo_evaluation(self, model_path: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Train an agent on tasks: runs in groups, their rewards, and the trainer's step on them.
+"""Training of an agent on tasks: each step plays groups of runs, sends their rewards, and waits for the training.
 
     async for step in train_on_tasks(stack, tasks, play, group_size=8, tasks_per_step=4, steps=10):
-        print(step.reward_mean, step.champion)
+    print(step.reward_mean, step.champion)
 
 `play(task, run)` is one run of the agent. It calls the model through `run.openai()` and reports the reward with
 `run.reward`. Needs the extra `headrace-client[topics]`.

@@ -83,7 +83,7 @@ def chat_model(run: Run, config: Any) -> Any:
 
 
 def sampling_options(config: Any) -> dict[str, Any]:
-    """Return the call options of a `TunerModelConfig`. They include `top_p` only if it is not 1."""
+    """Return the options of a call for a `TunerModelConfig`. They include `top_p` only if it is not 1."""
     options: dict[str, Any] = {
         "temperature": real_number("temperature", config.temperature),
         "max_tokens": whole_number("max_tokens", config.max_tokens),
@@ -96,7 +96,7 @@ def sampling_options(config: Any) -> dict[str, Any]:
 
 
 def check_engines(config: Any) -> None:
-    """Raise `UsageError` for options of a `TunerModelConfig` about engines and other training services."""
+    """Raise `UsageError` if a `TunerModelConfig` sets options of engines or of other training services."""
     tinker = "Headrace trains with its own trainer; leave it out"
     check_unchanged(
         config,
@@ -114,12 +114,12 @@ def _read(call: Any) -> Any:
         return {}
 
 
-def auxiliary(run: Run, name: str, model: Any) -> Any:
-    """Return a chat model that is not trained. Its calls form an evaluation session of their own.
+def auxiliary_model(run: Run, name: str, model: Any) -> Any:
+    """Return a chat model whose calls are not trained, because they form an evaluation session of their own.
 
     Args:
-        run: the run that calls it.
-        name: the name under which the workflow gets it, part of the session's id.
+        run: the run that calls the model.
+        name: name of the model in the workflow, which is part of the session's id.
         model: a chat model, which is returned unchanged, or a model of the gateway: its name, or an object with
             `model_path`.
     """

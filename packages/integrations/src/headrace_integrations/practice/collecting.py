@@ -1,4 +1,4 @@
-"""Records of conversations, built from captured trajectories, and their rewards as feedback."""
+"""Records of conversations, built from captured trajectories, and their rewards, sent as feedback."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CLOSED_S = 60.0
 
 
 def run_and_collect(agent: Any, user_input: str, **options: Any) -> dict[str, Any]:
-    """Run the agent once on the entered stack and return the record. `collect_run` describes the `options`."""
+    """Run the agent once on the entered stack, and return the record of the run. For `options` see `collect_run`."""
     return collect_run(agent, user_input, **options)[0]
 
 
@@ -39,16 +39,19 @@ def collect_run(
     model: str | None = None,
     task_id: str | None = None,
 ) -> tuple[dict[str, Any], Any]:
-    """Run the agent once and return the record of the run and the agent's answer. Rewards are sent immediately, except
-    for evaluations.
+    """Run the agent once, send the rewards of the run, and return its record and the agent's answer.
+
+    Rewards of evaluations are not sent.
 
     Args:
-        reward_function: computes rewards from the record.
+        agent: the agent.
+        user_input: the text to which the agent answers.
+        reward_function: function that computes rewards from the record.
         user_feedback: {"rating": 1 to 5, "comment": ...}.
         purpose: `"eval"` excludes the run from training.
-        model: another model or version than the stack's model.
-        task_id: task of the run. Runs of one task are compared with each other; runs without a task, as most real
-            traffic, with all other runs.
+        model: model or version to call; by default the stack's model.
+        task_id: task of the run. Runs of one task are compared with each other. Runs without a task, as in most real
+            traffic, are compared with all other runs.
     """
     feedback = user_feedback or {}
     check_names("user_feedback", feedback, ("rating", "comment"))
@@ -77,8 +80,7 @@ def collect_run(
 def send_reward(stack: Stack, record: Mapping[str, Any], comment: str = "") -> None:
     """Send the record's total reward as feedback about its session.
 
-    A record without rewards sends no feedback, and never a 0. The same total counts once, even if it is sent
-    repeatedly.
+    For a record without rewards nothing is sent. The same total counts once, even if it is sent repeatedly.
     """
     total = record.get("total_reward")
     if total is not None:
@@ -133,7 +135,7 @@ async def _record_run(
 
 
 def _rewards_by_name(rewards: Mapping[str, float] | float | None) -> Mapping[str, float]:
-    """Return rewards by name as floats. The numbers may be of any library."""
+    """Return the rewards by name as floats, whatever library their numbers are from."""
     if rewards is None:
         return {}
     named = rewards if isinstance(rewards, Mapping) else {"reward": rewards}
@@ -141,7 +143,7 @@ def _rewards_by_name(rewards: Mapping[str, float] | float | None) -> Mapping[str
 
 
 def _parse_arguments(text: str) -> Any:
-    """Return parsed arguments, or the text itself if it is not JSON."""
+    """Return the arguments of a tool call parsed from JSON, or the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

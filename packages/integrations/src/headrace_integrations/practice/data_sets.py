@@ -17,7 +17,7 @@ _PROBLEMS_MAX = 5
 
 
 def rows_of(dataset: Any) -> list[dict[str, Any]]:
-    """Return the rows of a data set with the attributes `path`, `split` and `name`.
+    """Return the rows of a data set, which is described by the attributes `path`, `split` and `name`.
 
     Raises:
         UsageError: there are no rows, or a split or name is given for rows in a single file.
@@ -38,13 +38,16 @@ def rows_of(dataset: Any) -> list[dict[str, Any]]:
 
 
 def check_schedule(dataset: Any, argument: str) -> None:
-    """Raise `UsageError` for epochs or steps of a data set that is not trained on."""
+    """Raise `UsageError` if a data set that is not trained on sets epochs or steps.
+
+    `argument` names it in the message.
+    """
     reason = f"{argument} is read once; leave it out"
     check_unchanged(dataset, {"total_epochs": (1, reason), "total_steps": (None, reason)})
 
 
 def check_rows(rows: Iterable[Mapping[str, Any]]) -> None:
-    """Check rows before training: empty texts and duplicate rows. Raises `UsageError` that lists the first problems."""
+    """Check rows before training for empty texts and duplicates. Raises `UsageError` that lists the first problems."""
     problems: list[str] = []
     seen: dict[tuple[tuple[str, str], ...], int] = {}
     for number, row in enumerate(rows, 1):

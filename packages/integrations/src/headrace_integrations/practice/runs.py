@@ -1,8 +1,8 @@
-"""`Run`: one attempt at a task, with a session for each agent that takes part, their OpenAI clients and rewards; and
-calls of agents of any framework, with their own OpenAI client redirected to Headrace.
+"""One attempt at a task (`Run`), and calls of agents of any framework through Headrace.
 
-No framework is imported. An agent has an OpenAI client as `client`, `model.client` or `llm.client`, or a method
-`connect(base_url, headers, model)`. It has a method `run(text)` or `reply(text)`, or is a function.
+A run has a session, an OpenAI client and a reward for each agent that takes part. No framework is imported. An agent
+has an OpenAI client as `client`, `model.client` or `llm.client`, or a method `connect(base_url, headers, model)`. It
+has a method `run(text)` or `reply(text)`, or is a function. The OpenAI client of an agent is redirected to Headrace.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SOLO = "agent"
 
 @dataclass(frozen=True, slots=True)
 class AgentReward:
-    """Reward of one agent in a run."""
+    """Reward of one agent in a run, with its parts and further metrics."""
 
     value: float
     parts: Mapping[str, float]
@@ -41,7 +41,7 @@ class AgentReward:
 
 
 def part_values(parts: Mapping[str, float], overrides: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the value of each part of a reward: that in `overrides`, else the default in `parts`.
+    """Return the value of each part of a reward: the value in `overrides`, or else the default in `parts`.
 
     Raises:
         UsageError: an override names no part or is not a number.
@@ -88,7 +88,10 @@ class Run:
         self._run_reward: AgentReward | None = None
 
     def session(self, role: str = SOLO) -> AsyncSession:
-        """Return the session of one agent of the run, which is created on the first call. It ends with the run."""
+        """Return the session of one agent of the run.
+
+        The session is created on the first call and ends with the run.
+        """
         if role not in self._sessions:
             task_id = self.task_id if role == SOLO else f"{self.task_id}/{role}"
             self._sessions[role] = self._client.session(
@@ -97,8 +100,10 @@ class Run:
         return self._sessions[role]
 
     def openai(self, role: str = SOLO, *, blocking: bool = False) -> Any:
-        """Return an `openai.AsyncOpenAI`, or an `OpenAI` if `blocking`, for one agent. Its calls must use
-        `run.model`."""
+        """Return an OpenAI client for one agent, `openai.AsyncOpenAI` or, if `blocking`, `openai.OpenAI`.
+
+        Its calls must use the model name `run.model`.
+        """
         client = self.stack.openai(self.session(role).headers, blocking=blocking)
         self._clients.append(client)
         return client
@@ -110,14 +115,14 @@ class Run:
         parts: Mapping[str, float] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Set the reward of one agent, or of all agents without a reward of their own. The last call counts.
+        """Set the reward of one agent, or of all agents without a reward of their own. A later call replaces it.
 
         Args:
             value: the reward; by default the sum of `parts`.
             metrics: numbers that are only reported.
 
         Raises:
-            ValueError: a number is not finite. A judge that failed has no score.
+            ValueError: a number is not finite, for example because a judge failed.
         """
         check = _number if value is None else partial(score, "parts")
         numbers = {name: check(part) for name, part in (parts or {}).items()}
@@ -148,15 +153,17 @@ class Run:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics that calls of `reward` reported."""
+        """Values of the metrics that were passed to `reward`, by name."""
         metrics: dict[str, float] = {}
         for reward in self.rewards.values():
             metrics |= reward.metrics
         return metrics
 
     async def execute(self, play: Play) -> None:
-        """Play the run, then send the reward of each session. If `play` raises, the error is stored and no reward is
-        sent."""
+        """Call `play` with the run, then send the reward of each session.
+
+        If `play` raises, store the error and send no reward.
+        """
         try:
             self.result = await (
                 play(self.task, self)
@@ -178,7 +185,7 @@ class Run:
         await self._end()
 
     def _roles(self) -> set[str]:
-        """Return the roles that may have a reward: those with a session."""
+        """Return the roles of agents that may get a reward: those with a session."""
         return set(self._sessions)
 
     async def _end(self) -> None:
@@ -205,7 +212,7 @@ class Run:
 
 
 def task_id_of(task: object) -> str:
-    """Return the id of a task: its own `task_id` or `id`, or an id that equal tasks share."""
+    """Return the id of a task: its `task_id` or `id`, or else a digest of its content."""
     if isinstance(task, Mapping):
         own_id = task.get("task_id", task.get("id"))
         if isinstance(own_id, str | int) and str(own_id):
@@ -233,9 +240,9 @@ _METHODS = ("run", "reply", "__call__")
 
 @contextmanager
 def plugged(agent: Any, base_url: str, headers: Mapping[str, str], model: str, api_key: str | None) -> Iterator[None]:
-    """Redirect the agent's calls to `base_url`, with these headers and this model name, while the body runs.
+    """Redirect an agent's calls to `base_url`, with these headers and this model name, until the end of the block.
 
-    Only one body may be active for each agent. Raises `UsageError` for an agent without a client.
+    Only one such block may be active for each agent. Raises `UsageError` for an agent without a client.
     """
     connect = getattr(agent, "connect", None)
     if callable(connect):

@@ -1,4 +1,4 @@
-"""Destinations of the runs of training copies: Headrace's own interface, or the interface of Trinity-RFT's clients."""
+"""Destinations to which training copies send their runs: Headrace's own interface, or that of Trinity-RFT's clients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class TrajectorySink(Protocol):
     stack: Stack
 
     def run(self, client: AsyncClient, task_id: str, number: int) -> Run:
-        """Create a run of a task. `number` counts the runs of the task from 0."""
+        """Create a run of a task. `number` is the number of the run among those of the task, from 0."""
         ...
 
     async def commit(self, client: AsyncClient) -> None:
@@ -48,7 +48,7 @@ class HeadraceSink:
         return _run_of(HeadraceRun, self.stack, client, task_id)
 
     async def commit(self, client: AsyncClient) -> None:
-        """Return without action, because feedback that ends a session also commits it."""
+        """Do nothing, because feedback that ends a session also commits it."""
 
 
 class TrinitySink:
@@ -71,7 +71,7 @@ class TrinitySink:
 
 
 class HeadraceRun(Run):
-    """A run with sessions. A reward without any session is an error, as in `TrinityRun`."""
+    """A run with sessions. If it has a reward but made no call, sending the reward is an error, as in `TrinityRun`."""
 
     async def _send(self) -> None:
         if self.rewards and not self._sessions:
@@ -100,8 +100,9 @@ class TrinityRun(Run):
         return client
 
     def note(self, response_id: str) -> None:
-        """Add the id of an answer to this run, whose reward it will get. Call it for answers of clients other than
-        `openai`, whose answers are added automatically.
+        """Add the id of an answer to this run, so that the answer gets the run's reward.
+
+        Call it for answers of clients other than `openai`, whose answers are added automatically.
         """
         self._response_ids.append(response_id)
 
@@ -128,12 +129,12 @@ def _stack(url: str | Stack, model: str, api_key: str | None) -> Stack:
 
 
 def _run_of(kind: type[R], stack: Stack, client: AsyncClient, task_id: str) -> R:
-    """Create a run that may end without a reward. Such a run sends no feedback."""
+    """Create a run of this kind that may end without a reward. Then it sends no feedback."""
     return kind(stack, client, {"task_id": task_id}, purpose="train", model=stack.model, needs_reward=False)
 
 
 def _record_response_ids(client: Any, note: Callable[[str], None], blocking: bool) -> None:
-    """Wrap `client.chat.completions.create` so that the ids of unstreamed answers are recorded."""
+    """Wrap the client's `chat.completions.create`, so that it passes the ids of unstreamed answers to `note`."""
     completions = client.chat.completions
     create = completions.create
 

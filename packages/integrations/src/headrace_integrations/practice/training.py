@@ -1,6 +1,6 @@
-"""Training steps on runs of tasks (`train_on_tasks`), and the outcomes of their sessions, followed on the bus.
+"""Training steps on runs of tasks (`train_on_tasks`), and the training outcomes of their sessions, read from the bus.
 
-`Step` has the outcomes that the services report.
+The result of a step (`Step`) contains the outcomes that the services report.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Step:
     Attributes:
         number: number of the step, from 1.
         trained: number of trained experiences.
-        dropped: counts of dropped experiences by reason.
+        dropped: number of dropped experiences by reason.
         version: version that was trained on the runs, or None if the trainer makes a version after several steps.
         decision: the registry's decision about `version`.
         champion: version that serves after the step.
@@ -47,7 +47,7 @@ class Step:
 
     @property
     def errors(self) -> tuple[str, ...]:
-        """Errors of the runs that failed and have no reward."""
+        """Errors of the runs that failed and therefore have no reward."""
         return tuple(run.error for run in self.runs if run.error is not None)
 
     @property
@@ -81,13 +81,14 @@ async def train_on_tasks(
     """Train on tasks step by step and yield the result of each step.
 
     Each step plays the next `tasks_per_step` tasks `group_size` times each. It ends when the trainer has reported the
-    outcome of each run and the resulting version serves or was refused. After the last task follows the first one
-    again. A run whose `play` raises or gives no reward fails: it gets no reward, and its group is trained without it.
+    outcome of each run and the resulting version serves or was refused. The step after the last task begins with the
+    first task again. A run whose `play` raises or gives no reward fails: it gets no reward, and its group is trained
+    without it.
 
     Args:
-        play: plays one run of the agent on a task.
+        play: function that runs the agent on a task once.
         at_once: number of concurrent runs.
-        timeout_s: limit for the services to report the outcomes of a step.
+        timeout_s: time limit in seconds for the services to report the outcomes of a step.
 
     Raises:
         Unreachable: outcomes are missing after `timeout_s`.
@@ -158,7 +159,7 @@ _NAMED_MAX = 3
 
 @dataclass(frozen=True, slots=True)
 class SessionOutcome:
-    """Training outcome of a session. A session without calls has no experiences.
+    """Training outcome of a session: its trained and dropped experiences. A session without calls has none.
 
     Attributes:
         trained: number of trained experiences.
@@ -176,8 +177,10 @@ class SessionOutcome:
 
 
 class OutcomeWatch:
-    """Reader of the topics that determines whether given sessions were trained. It reads from the beginning of the
-    topics; callers `forget` sessions they no longer need.
+    """Determines from the topics whether sessions were trained.
+
+    It reads from the beginning of the topics, and stores the state of each session until the caller passes the session
+    to `forget`.
     """
 
     def __init__(self, stack: Stack) -> None:
@@ -193,8 +196,10 @@ class OutcomeWatch:
         """Metrics of the newest step."""
 
     async def begin(self) -> None:
-        """Skip everything that is on the topics now, so that only later sessions are seen. Repeated calls have no
-        effect."""
+        """Skip all records that are on the topics now, so that only later sessions are seen.
+
+        Repeated calls have no effect.
+        """
         if not self._has_begun:
             async with connected(self._stack.bus) as topics:
                 await self._follow.begin(topics)
@@ -263,9 +268,7 @@ class OutcomeWatch:
             self._outcomes[restored.experience_id] = ("", event.account)
 
     def _outcome(self, session: str) -> SessionOutcome | None:
-        """Return whether the turns of a session were trained or why not; None while this is undecided for one of
-        them.
-        """
+        """Return the training outcome of a session, or None while it is undecided for one of the session's turns."""
         if self._key(session) not in self._keys_with_turns:
             return SessionOutcome()
         closed = self._trajectories.get(session)

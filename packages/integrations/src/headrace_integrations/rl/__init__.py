@@ -1,7 +1,8 @@
-"""The names of AgentScope's article about agentic RL, on running services. Every call waits for its result.
+"""The names of AgentScope's article about agentic RL, implemented on running services.
 
-An agent is any object with a method `run(text)` and an OpenAI client (`headrace.practice.agents`). A trainer uses the
-entered stack (`headrace.stack`), or starts a private stack that lasts until the program ends.
+Every call waits for its result. An agent is any object with a method `run(text)` and an OpenAI client
+(`headrace.practice.agents`). A trainer uses the entered stack (`headrace.stack`), or starts a private stack that lasts
+until the program ends.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""`HotUpdater`, `ModelManager` and `ABTestFramework` with the interfaces of the article. The registry decides and
-stores the state."""
+"""`HotUpdater`, `ModelManager` and `ABTestFramework` with the interfaces of the article.
+
+The registry makes the decisions and stores the state.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ log = logging.getLogger("headrace.rl")
 
 
 class HotUpdater:
-    """Updates of the weights of a serving agent. The model is paused until `close`, so that new versions wait.
+    """Updates a serving agent to new versions on request. The model is paused until `close`, so that new versions wait.
 
     Args:
         update_config: `strategy` is "rolling" or "canary". `canary_ratio` is the share of live sessions in a canary;
@@ -63,7 +65,7 @@ class HotUpdater:
         return self._updater.has_new_model()
 
     def test_canary(self, test_cases: Sequence[Any]) -> dict[str, float]:
-        """Let the newest version answer test cases, without any users, and return its success rate.
+        """Send test cases to the newest version, which no user calls yet, and return its success rate.
 
         A case is a question, or {"question", "check"}, where `check` is a function of the answer or a text that the
         answer must contain. For a question without a check, any text is a success.
@@ -74,8 +76,10 @@ class HotUpdater:
         return {"success_rate": sum(passed) / len(passed), "cases": float(len(passed))}
 
     def rollout_update(self) -> str:
-        """Make the tested (or newest) version champion and return it: immediately, or with "canary" after a canary on
-        live traffic."""
+        """Make the tested (or else the newest) version champion, and return it.
+
+        With the strategy "canary" this happens only after a canary on live traffic.
+        """
         version = self.tested or self._updater.newer()[0].id
         if self.strategy == "canary" and not self._updater.test_canary(version):
             raise UsageError(f"{version}: its canary did not pass; see `headrace rollouts`")
@@ -96,7 +100,7 @@ class HotUpdater:
         return champion
 
     def close(self) -> None:
-        """Let the model's automatic changes continue, which this updater has paused."""
+        """Resume automatic changes of the model, which this updater has paused."""
         self.stack.registry.resume(self.stack.model, reason="the program has ended")
 
     def _passes(self, case: Any) -> bool:
@@ -113,11 +117,11 @@ class HotUpdater:
 
 
 class ModelManager(rollouts.ModelManager):
-    """Named versions of the model of the entered stack.
+    """Registry of the named versions of the entered stack's model.
 
     Args:
-        checkpoint_dir: data directory of a private stack, in whose blob store the versions are. A running stack has its
-            own.
+        checkpoint_dir: data directory of a private stack, whose blob store contains the versions. A running stack has a
+            data directory of its own.
     """
 
     def __init__(self, checkpoint_dir: str | None = None) -> None:
@@ -192,8 +196,11 @@ class ABTestFramework:
 
 
 def share_of_two(argument: str, ratios: Mapping[str, Any], arms: tuple[str, str]) -> float:
-    """Return the second arm's share from a mapping with the shares of both. Raises `UsageError` if their sum is not
-    1."""
+    """Return the share of the second arm from a mapping with the shares of both arms.
+
+    Raises:
+        UsageError: the sum of the shares is not 1.
+    """
     check_names(argument, ratios, arms)
     shares = [real_number(f"{argument}.{arm}", ratios[arm]) for arm in arms if arm in ratios]
     if len(shares) != 2 or abs(sum(shares) - 1) > _ROUNDING:
@@ -204,8 +211,12 @@ def share_of_two(argument: str, ratios: Mapping[str, Any], arms: tuple[str, str]
 
 
 def share_of(ratio: Any, name: str = "share") -> str:
-    """Return a share as an exact fraction, for example "1/10" for 0.1. Raises `UsageError` with the `name` of the
-    argument."""
+    """Return a share as an exact fraction in text, for example "1/10" for 0.1.
+
+    Raises:
+        UsageError: the share is not a number above 0 and at most 1/2. `name` is the name of the argument, for the
+            message.
+    """
     try:
         share = Fraction(str(ratio)).limit_denominator(10_000)
     except (ValueError, ZeroDivisionError, OverflowError):
@@ -222,7 +233,7 @@ RATERS = ("user", "feedback")
 
 
 async def arm_means(bus: str, rollout: str) -> dict[str, dict[str, float]]:
-    """Return means over the sessions of each arm.
+    """Return the mean of each metric over the sessions of each arm of a rollout.
 
     `accuracy` is the share of successes among the sessions with a reward, `latency` the duration of their calls in
     seconds, and `user_satisfaction` the mean of people's rewards. A metric without values is left out.

@@ -1,6 +1,7 @@
 """`OnlineTrainer`, `TrinityRFT`, `RLRuntime` and `DataCollector` with the interfaces of the article.
 
-The services train and update continuously, so the manual calls of the article wait for the services.
+The services train and update continuously, so calls that start a step or an update in the article wait here for the
+services.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _INTERVALS = {
 
 
 class TrinityRFT:
-    """Algorithm and settings of a trainer. A step trains `batch_size` times `gradient_accumulation_steps` runs.
+    """Algorithm and settings of a trainer. A step trains on `batch_size` times `gradient_accumulation_steps` runs.
 
     Args:
         algorithm: any algorithm of the trainer; an unknown algorithm is refused by name.
@@ -83,7 +84,9 @@ class TrinityRFT:
 
     @property
     def stack(self) -> Stack:
-        """The entered stack, whose settings must agree, or else a private stack, which stays entered until `close`."""
+        """The entered stack, whose settings must agree with these, or else a private stack that is attached until
+        `close`.
+        """
         if self._stack is None:
             self._stack = self._exits.enter_context(stack_for(self.base, self.settings, self._data_dir))
         return self._stack
@@ -94,7 +97,10 @@ class TrinityRFT:
 
 
 class OnlineTrainer:
-    """Trainer that sends rewards of added records and waits for the outcome. It gives the agent `run_and_collect`."""
+    """Trainer that sends the rewards of added records and waits for their training.
+
+    It gives the agent the method `run_and_collect`.
+    """
 
     def __init__(self, agent: Any, framework: TrinityRFT, reward_function: Rate | None = None) -> None:
         if framework.epochs != 1:
@@ -115,8 +121,10 @@ class OnlineTrainer:
         agent.run_and_collect = partial(run_and_collect, agent, reward_function=reward_function)
 
     def add_trajectory(self, trajectory: Mapping[str, Any]) -> None:
-        """Send the record's `total_reward` as feedback about its session. A record without a reward waits for the
-        services' own sources."""
+        """Add a record to the buffer, and send its `total_reward` as feedback about its session.
+
+        For a record without a reward nothing is sent: reward sources of the services must score it.
+        """
         send_reward(self.stack, trajectory)
         self.buffer.append(dict(trajectory))
 
@@ -124,7 +132,7 @@ class OnlineTrainer:
         """Wait until the trainer has reported the outcome of every record in the buffer and the registry has decided
         about the version.
 
-        It then empties the buffer and returns the trainer's metrics with counts of trained and dropped experiences. The
+        Then empty the buffer, and return the trainer's metrics with the numbers of trained and dropped experiences. The
         services train independently of this call.
         """
         return blocking(self._step(timeout_s))
@@ -132,12 +140,13 @@ class OnlineTrainer:
     train = train_step
 
     def should_update(self) -> bool:
-        """Return whether another version serves than the one that the agent was last updated to."""
+        """Return whether the serving version differs from the one that `update_agent_model` last returned."""
         return self.stack.serving() != self.version
 
     def update_agent_model(self) -> str | None:
-        """Take note of the version that serves now, and return it. The agent's next session uses it also without this
-        call.
+        """Store the version that serves now as the agent's version, and return it.
+
+        The agent's next session uses the serving version even without this call.
         """
         self.version = self.stack.serving()
         return self.version
@@ -168,7 +177,7 @@ class OnlineTrainer:
 
 
 class RLRuntime:
-    """Continuous training of a running agent.
+    """Trains a running agent continuously on its own calls.
 
     Args:
         trainer_config: `algorithm`; `train_interval`, runs of the agent between two steps; `update_interval`, steps
@@ -195,7 +204,7 @@ class RLRuntime:
         self.trainer: OnlineTrainer | None = None
 
     def start(self) -> Self:
-        """Make each `agent.run(text)` a session that is captured, rewarded and trained."""
+        """Capture, reward and train each call of `agent.run(text)` as a session."""
         self.trainer = OnlineTrainer(self.agent, self.framework, self._rate)
         original_run = self.agent.run
 

@@ -1,5 +1,4 @@
-"""Trainers for three kinds of agents, under the names of AgentScope's article: maths, tool use and multi-agent
-games."""
+"""Trainers for three kinds of agents under the names of AgentScope's article: maths, tool use, multi-agent games."""
 
 from __future__ import annotations
 

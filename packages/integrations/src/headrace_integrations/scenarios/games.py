@@ -1,4 +1,4 @@
-"""`MultiAgentGame`, `GameTrainer` and `evaluate_win_rate`: a game of hidden roles between agents."""
+"""A game of hidden roles between agents (`MultiAgentGame`), its trainer, and the win rate of the wolves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ROUNDS_MAX = 8
 
 
 class GamePlayer:
-    """One agent in one game, with its records and the events that determine its reward."""
+    """One agent in one game, with the records of its calls and the events that determine its reward."""
 
     def __init__(self, name: str, role: str, agent: Any) -> None:
         self.name, self.role, self.agent = name, role, agent
@@ -113,7 +113,7 @@ class GameTrainer:
 
     Args:
         agents: agents to train.
-        reward_function: value of each event.
+        reward_function: reward of each event by its name.
         framework: algorithm and settings; by default the algorithm of the stack.
     """
 
@@ -152,7 +152,7 @@ class GameTrainer:
 
 
 def evaluate_win_rate(werewolf_agents: Sequence[Any], episodes: int = 100) -> float:
-    """Play `episodes` games without training and return how many percent of them the wolves win."""
+    """Play `episodes` games without training, and return the percentage of games that the wolves win."""
     games = [game_of(agent) for agent in werewolf_agents]
     if not games or any(game is not games[0] for game in games):
         raise UsageError("werewolf_agents: name agents of one MultiAgentGame")
@@ -170,7 +170,9 @@ def game_of(agent: Any) -> MultiAgentGame:
 
 
 def ask_player(player: GamePlayer, text: str, purpose: Purpose) -> str:
-    """Call the agent of a player, add the record to the player, and return the text of the answer."""
+    """Call the agent of a player with a text, add the record of the call to the player, and return the answer's
+    text.
+    """
     record, answer = collect_run(player.agent, f"You are {player.name}, a {player.role}.\n{text}", purpose=purpose)
     player.records.append(record)
     return text_of(answer)
@@ -187,6 +189,6 @@ def player_names(players: Sequence[GamePlayer]) -> str:
 
 
 def mentioned_player(reply: str, players: Sequence[GamePlayer]) -> GamePlayer | None:
-    """Return the player whose name occurs first in a reply, or None."""
+    """Return the player whose name occurs first in a reply, or None if the reply contains no name."""
     match = re.search("|".join(re.escape(player.name) for player in players) or "$^", reply)
     return next((player for player in players if match and player.name == match[0]), None)

@@ -24,7 +24,7 @@ class MathAgentTrainer:
     The expected format is one line `Thought`, numbered steps, and one line `Answer:`.
 
     Args:
-        reward_function: value of a right answer, of each numbered step, and of the expected format.
+        reward_function: reward for a right answer, for each numbered step, and for the expected format.
         training_config: as for `TrinityRFT`; `epochs` counts passes over all problems.
     """
 
@@ -40,7 +40,7 @@ class MathAgentTrainer:
         self.framework = TrinityRFT(algorithm, model_config, training_config, settings)
 
     def parts(self, answer: str, expected: str) -> dict[str, float]:
-        """Return the reward of one answer by part. Their sum is the reward."""
+        """Return the parts of the reward of one answer by name. Their sum is the reward."""
         counts = measured(answer, expected)
         counted = zip(PARTS, (counts["accuracy"], counts["steps"], counts["format"]), strict=True)
         return {name: self.worth[name] * count for name, count in counted}
@@ -66,7 +66,9 @@ class MathAgentTrainer:
 
 
 def measured(answer: str, expected: str) -> dict[str, float]:
-    """Return `accuracy`, `steps` and `format` of one answer."""
+    """Return the numbers `accuracy` (1 if the answer is right), `steps` and `format` (1 if it has the expected
+    format).
+    """
     answer_lines = _ANSWER.findall(answer)
     has_format = len(answer_lines) == 1 and len(_THOUGHT.findall(answer)) == 1 and bool(_STEP.search(answer))
     is_right = bool(answer_lines) and _same_answer(answer_lines[-1], expected)

@@ -24,9 +24,8 @@ class ToolUseTrainer:
     continuously, and `train` waits for them.
 
     Args:
-        reward_function: value of each part of a tool call.
-        expected: function that returns {"tool", "args"} for a record, or None. A record may also have `expected`
-            itself.
+        reward_function: reward for each part of a tool call by its name.
+        expected: function that returns {"tool", "args"} for a record, or None. A record may also contain `expected`.
         tools: names of existing tools; None accepts every name.
     """
 
@@ -57,10 +56,10 @@ class ToolUseTrainer:
             self._online = OnlineTrainer(agent, self.framework)
 
     def parts(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """Return the reward of a record by part.
+        """Return the parts of the reward of a record by name.
 
-        Only the first call counts, because it shows whether the model knew the right tool. A record without a call has
-        reward 0.
+        Only the first tool call counts, because it shows whether the model knew the right tool. A record without a tool
+        call has the reward 0.
         """
         expected_call = record.get("expected") or (self._expected(record) if self._expected else None)
         call = next(iter(record["tool_calls"]), None)
@@ -77,8 +76,9 @@ class ToolUseTrainer:
         return {name: self.worth[name] * hit for name, hit in hits.items()}
 
     def add_trajectory(self, trajectory: Mapping[str, Any]) -> None:
-        """Compute the reward of a record, send the total as feedback about its session, and store the record for
-        `train`."""
+        """Compute the reward of a record, send it as feedback about the record's session, and store the record for
+        `train`.
+        """
         parts = self.parts(trajectory)
         record = {**trajectory, "rewards": parts, "total_reward": sum(parts.values())}
         self.records.append(record)
@@ -103,7 +103,7 @@ class ToolUseTrainer:
 
 
 class ToolUseEvaluator:
-    """Evaluator that returns the shares of right tools and right argument sets, in percent."""
+    """Evaluator that returns the percentages of calls with the right tool and with the right arguments."""
 
     def evaluate(self, agent: Any, test_cases: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """Run the agent on test cases {"input", "tool", "args"}. The runs are not trained."""
@@ -119,7 +119,7 @@ class ToolUseEvaluator:
 
 
 def pairs(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return preference pairs as whole conversations: for each prompt the best run against each worse run."""
+    """Return preference pairs, for each prompt the best run with each worse run, as whole conversations."""
     by_prompt: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for record in records:
         prompt = next(message["content"] for message in record["messages"] if message["role"] == "user")
@@ -137,8 +137,10 @@ def pairs(records: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def first_answer(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the conversation up to the model's first answer, including its tool call, in which two runs of a prompt
-    differ."""
+    """Return the conversation up to and including the model's first answer, which may be a tool call.
+
+    Two runs of the same prompt differ in this answer.
+    """
     index = next(index for index, message in enumerate(record["messages"]) if message["role"] == "assistant")
     messages = [dict(message) for message in record["messages"][: index + 1]]
     if record["tool_calls"] and not messages[-1]["content"]:

@@ -1,12 +1,12 @@
 """Training copies: a copy of the agent plays a share of the users' requests again, and the copy's runs are trained.
 
     sink = HeadraceSink("http://127.0.0.1:8000", "my-agent")
-    with TrainingRunner(sink, make_agent, reward, repeat=4) as runner:
-        answer_user = runner.watched(agent.run)
-        print(answer_user("Where is my order?"))
+    with TrainingRunner(sink, make_agent, reward, repeat=4) as runner: answer_user = runner.watched(agent.run)
+    print(answer_user("Where is my order?"))
 
 Only the user's own agent answers the user, and training copies cannot delay or fail a user's request. AgentScope's Java
-training extension calls a training copy a shadow. The registry's shadow is an evaluation and unrelated.
+training extension calls a training copy a shadow. The shadow of the registry is something else: an evaluation of a
+candidate.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`TrainingRunner`: select requests of users and let training copies play them again in the background."""
+"""`TrainingRunner`, which selects requests of users and lets training copies of the agent answer them in the
+background.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ log = logging.getLogger("headrace.shadow")
 class CopyCounts:
     """Numbers of requests and runs since a `TrainingRunner` started.
 
-    `offered` is the sum of `missed`, `selected`, and the requests that are not selected or not yet decided.
+    `offered` is the sum of `missed`, `selected`, and the requests that were not selected or are not yet decided.
     """
 
     offered: int = 0
@@ -62,20 +64,20 @@ class CopyCounts:
 class TrainingRunner:
     """Runner that replays selected requests with training copies of an agent and sends their rewards.
 
-    All work runs in a thread of its own, and blocking functions in `at_once` further threads. The user's request is not
-    affected by exceptions.
+    All work runs in a thread of the runner, and blocking functions in `at_once` further threads. Exceptions there never
+    affect a user's request.
 
     Args:
         sink: destination of the runs.
-        make_agent: builds the agent of one run from a `TrainingCopy`, with `copy.openai()`, `copy.model` and
-            `copy.tools(...)`. `headrace.practice.agents.call_agent` describes the agents that can be called. It may be
-            async.
-        reward: returns the reward of a finished copy: a number, parts whose sum is the reward, or None. It may be
-            async. A run that raises has no reward.
+        make_agent: function that builds the agent of one run from a `TrainingCopy`, with `copy.openai()`, `copy.model`
+            and `copy.tools(...)`. `headrace.practice.agents.call_agent` describes the agents that can be called. It may
+            be async.
+        reward: function that returns the reward of a finished copy: a number, parts whose sum is the reward, or None.
+            It may be async. A run that raises has no reward.
         selection: strategy that selects requests; by default 10 % of them at random.
         repeat: number of runs of each selected request.
         at_once: number of concurrent runs.
-        waiting_max: number of pending requests beyond which further requests are missed.
+        waiting_max: number of pending requests beyond which further requests are counted as missed and dropped.
         run_timeout_s: time limit of one run in seconds.
         commit_interval_s: seconds between commits of the sink; 0 disables them.
     """
@@ -112,7 +114,7 @@ class TrainingRunner:
 
     @property
     def counts(self) -> CopyCounts:
-        """A copy of the present counts."""
+        """A copy of the counts at present."""
         with self._lock:
             return replace(self._counts)
 
@@ -159,7 +161,7 @@ class TrainingRunner:
         self._accept(self._copy_request(inputs), answer)
 
     def commit(self) -> None:
-        """Wait until the destination (`sink`) has stored all results so far. Raises `HeadraceError` if it fails."""
+        """Wait until the destination (`sink`) has stored all results so far. Raises `HeadraceError` if that fails."""
         if self._thread is None or not self._accepting:
             raise UsageError("this runner is not running; call start first")
         self._thread.result(self._sink.commit(self._client))

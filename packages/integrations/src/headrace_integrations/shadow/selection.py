@@ -1,6 +1,6 @@
-"""Training copies of served requests, the read-only tools that they may call, and strategies that select the requests.
+"""Training copies of served requests: the read-only tools that they may call, and strategies that select requests.
 
-A strategy is any object with `should_select`.
+A strategy is any object with a method `should_select`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _READ_ONLY = "headrace_read_only"
 
 
 class WriteRefused(HeadraceError):
-    """A read-only run called a tool that is not marked as read-only."""
+    """Error of a training copy that called a tool not marked as read-only."""
 
     def __init__(self, tool: str) -> None:
         super().__init__(
@@ -42,9 +42,10 @@ def read_only(tool: T) -> T:
 
 
 def guard_tool(name: str, tool: Tool, called: list[str], refused: list[str]) -> Tool:
-    """Return a tool with the same signature and docstring that adds `name` to `called` or `refused` at each call.
+    """Return a wrapper of a tool that adds `name` to `called` or `refused` at each call.
 
-    A tool that is not marked as read-only raises `WriteRefused` and is never run.
+    The wrapper has the tool's signature and docstring. For a tool that is not marked as read-only, it raises
+    `WriteRefused` without running the tool.
     """
     if not callable(tool):
         raise UsageError(f"tool {name!r}: is a {type(tool).__name__}, which cannot be called; pass its function")
@@ -74,7 +75,7 @@ def guard_tool(name: str, tool: Tool, called: list[str], refused: list[str]) -> 
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """A request that the user's agent has answered. `inputs` is a copy from before the agent received it."""
+    """A request that the user's agent has answered. `inputs` is a copy that was made before the agent got them."""
 
     inputs: Any
     answer: Any = None
@@ -85,7 +86,10 @@ class ServedRequest:
 
 
 class TrainingCopy:
-    """One run of a training copy. `make_agent` builds the agent from it, and `reward` reads it afterwards."""
+    """One run of a copy of the agent on a served request.
+
+    `make_agent` builds the copy's agent from it, and `reward` gets it afterwards.
+    """
 
     def __init__(self, run: Run, request: ServedRequest) -> None:
         self.inputs: Any = copy.deepcopy(request.inputs)
@@ -101,7 +105,7 @@ class TrainingCopy:
 
     @property
     def model(self) -> str:
-        """Model name that the copy's calls must use."""
+        """Model name for the calls of the copy."""
         return self._run.model
 
     def openai(self, *, blocking: bool = False) -> Any:
@@ -124,7 +128,7 @@ class TrainingCopy:
         return [guard_tool(name, tool, self.called, self.refused) for name, tool in names]
 
     def check(self) -> None:
-        """Raise `WriteRefused` for the first tool call that tried to write."""
+        """Raise `WriteRefused` if the copy called a tool that is not marked as read-only, for the first such call."""
         if self.refused:
             raise WriteRefused(self.refused[0])
 
@@ -132,8 +136,8 @@ class TrainingCopy:
 class SelectionStrategy(Protocol):
     """Strategy that selects requests for training copies.
 
-    One thread calls it once for each request, after the user got the answer. A request is not selected if an exception
-    is raised. A slow decision delays other training copies, but never a user.
+    One thread calls the strategy once for each request, after the user got the answer. If it raises an exception, the
+    request is not selected. A slow decision delays other training copies, but never a user.
     """
 
     def should_select(self, request: ServedRequest) -> bool: ...
@@ -141,7 +145,7 @@ class SelectionStrategy(Protocol):
 
 @dataclass(frozen=True)
 class SamplingRateStrategy:
-    """Select each request with probability `rate`. Raises `ValueError` for a rate outside of 0 to 1."""
+    """Strategy that selects each request with probability `rate`. Raises `ValueError` for a rate outside of 0 to 1."""
 
     rate: float = 0.1
     draw: Callable[[], float] = random.random
@@ -155,8 +159,10 @@ class SamplingRateStrategy:
 
 
 class ExplicitMarkingStrategy:
-    """Select requests that were made within `with mark(...)`: with one of these labels, or with any label if there are
-    none."""
+    """Strategy that selects requests made within `with mark(...)` that have one of its labels.
+
+    Without labels it selects all marked requests.
+    """
 
     def __init__(self, *labels: str) -> None:
         self.labels = frozenset(labels)
@@ -178,7 +184,8 @@ _MARKS: ContextVar[OpenMarks] = ContextVar("headrace_marks", default=OpenMarks()
 
 @contextmanager
 def mark(*labels: str, task_id: str | None = None) -> Iterator[None]:
-    """Mark the requests that the body makes in this thread or asyncio task.
+    """Mark the requests that are made within the `with` block in this thread or asyncio task, for
+    `ExplicitMarkingStrategy`.
 
     For example `with mark("user-feedback"): ask(...)`. A call without `with` has no effect.
 
@@ -197,5 +204,5 @@ def mark(*labels: str, task_id: str | None = None) -> Iterator[None]:
 
 
 def open_marks() -> OpenMarks:
-    """Return the active marks of this thread or asyncio task."""
+    """Return the labels and the task id of the active `mark` blocks in this thread or asyncio task."""
     return _MARKS.get()

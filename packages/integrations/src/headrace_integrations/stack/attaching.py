@@ -1,4 +1,4 @@
-"""`attach`: connect to a running Headrace, or start a private one, and its offline training jobs."""
+"""`attach`, which connects to a running Headrace or starts a private one, and offline training jobs on a stack."""
 
 from __future__ import annotations
 
@@ -46,9 +46,8 @@ def attach(
 ) -> Stack:
     """Connect to a running Headrace, or start a private one.
 
-    A running Headrace is given by `url` or `addresses`. `base`, `model` and `settings` are then compared with the
-    settings of its trainer, and a difference is refused by name. Without `url`, a private Headrace starts on free
-    ports.
+    A running Headrace is given by `url` or `addresses`. `base`, `model` and `settings` are then compared with those of
+    its trainer, and `UsageError` names a difference. Without `url`, a private Headrace starts on free ports.
 
     Args:
         url: address of the gateway, or the data directory of a `headrace up` on this machine.
@@ -92,7 +91,7 @@ def attach(
 
 
 def current() -> Stack:
-    """Return the innermost entered stack. Raises `UsageError` if there is none."""
+    """Return the stack of the innermost `with attach(...)` block. Raises `UsageError` outside of such a block."""
     stack = ENTERED.get()
     if stack is None:
         raise UsageError("no Headrace is attached; call this within `with headrace.stack.attach(...):`")
@@ -106,7 +105,7 @@ def stack_for(
     data_dir: str | Path | None = None,
     private: Mapping[str, object] | None = None,
 ) -> Iterator[Stack]:
-    """Yield the stack of the enclosing `with attach(...)`; without one, start a private stack for this `with` block.
+    """Yield the stack of the enclosing `with attach(...)`, or else a private stack that lasts for this `with` block.
 
     The settings of an enclosing stack must agree with `base`, `settings` and `data_dir`.
 
@@ -175,7 +174,7 @@ def train_rows(
     settings: Mapping[str, object] | None = None,
     timeout_s: float = 600.0,
 ) -> str:
-    """Train on rows, offer the version to the registry, and return the version once the registry has decided.
+    """Train on rows, offer the resulting version to the registry, and return it once the registry has decided about it.
 
     Args:
         kind: algorithm of the job, for example `sft` or `dpo`.

@@ -43,8 +43,9 @@ class Addresses:
 
 
 class Services(Protocol):
-    """Handle of the processes of a private Headrace, which `headrace_operations.private_stack` starts, and by which
-    they are stopped.
+    """Handle of a private Headrace, by which its processes are stopped.
+
+    `headrace_operations.private_stack` creates it.
     """
 
     data_dir: Path
@@ -53,10 +54,10 @@ class Services(Protocol):
 
 
 class Stack:
-    """One Headrace, with the name of its trained model. The caller must close it, or use it in a `with` statement.
+    """Addresses and clients of one Headrace, with the name of its trained model.
 
-    A private stack stops with its `with` statement or at the end of the program, and its data is removed. Methods raise
-    the exceptions of `headrace.Client` and `ModelRegistry`.
+    The caller must close it, or use it in a `with` statement. A private stack stops with its `with` statement or at the
+    end of the program, and its data is removed. Methods raise the exceptions of `headrace.Client` and `ModelRegistry`.
     """
 
     tenant = "default"
@@ -99,8 +100,10 @@ class Stack:
         return AsyncClient(self.addresses.gateway, api_key=self.api_key)
 
     def openai(self, headers: Mapping[str, str], *, blocking: bool = False) -> Any:
-        """Return an `openai.AsyncOpenAI`, or an `OpenAI` if `blocking`, whose calls carry the `headers` of a
-        session."""
+        """Return an OpenAI client whose calls carry the `headers` of a session.
+
+        The client is an `openai.AsyncOpenAI` or, if `blocking`, an `openai.OpenAI`.
+        """
         try:
             openai = import_module("openai")
         except ImportError:
@@ -120,10 +123,11 @@ class Stack:
         return flatten_settings(page["settings"], "trainer.")
 
     def check(self, base: str | Path | None, model: str | None, settings: Mapping[str, object]) -> None:
-        """Verify that the running Headrace has the given base, model and settings, so that none is silently ignored.
+        """Check that the running Headrace has this base, this model and these settings, so that none is silently
+        ignored.
 
         Raises:
-            UsageError: names the first difference.
+            UsageError: a value differs; the message names the first difference.
         """
         requested: dict[str, object] = {"trainer.base": str(base)} if base else {}
         requested |= {**({"trainer.model": model} if model else {}), **settings}
@@ -143,7 +147,10 @@ class Stack:
                 )
 
     def serving(self, name: str | None = None) -> str | None:
-        """Return the version that the gateway serves under a name, by default the model's name, or None."""
+        """Return the version that the gateway serves under a model name or alias, or None if it serves none.
+
+        The default name is that of the stack's model.
+        """
         try:
             page = self._page(f"{self.base_url}/models/{name or self.model}", self.api_key)
         except ApiError as error:
@@ -154,7 +161,7 @@ class Stack:
         return version
 
     def decision(self, version: str) -> str | None:
-        """Return the registry's decision about a version once the gateway applies it, or None before.
+        """Return the registry's decision about a version, or None until the gateway applies a decision.
 
         The result is `waits` if the model is paused or pinned, because the registry then makes no decision.
         """
@@ -166,8 +173,10 @@ class Stack:
         return "waits" if state == "registered" and (model.paused or model.pinned) else None
 
     async def until_decided(self, version: str, timeout_s: float) -> str:
-        """Wait until a decision about a version is visible to clients and return it. Raises `UsageError` after
-        `timeout_s`."""
+        """Wait until clients are affected by a decision about a version, and return the decision.
+
+        Raises `UsageError` after `timeout_s`.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while (decision := await asyncio.to_thread(self.decision, version)) is None:
@@ -177,7 +186,7 @@ class Stack:
         return decision
 
     async def until_serving(self, version: str, timeout_s: float) -> None:
-        """Wait until clients get this version under the model's name. Raises `UsageError` after `timeout_s`."""
+        """Wait until calls of the model's name are answered by this version. Raises `UsageError` after `timeout_s`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
         while await asyncio.to_thread(self.serving) != version:
@@ -188,7 +197,7 @@ class Stack:
             await asyncio.sleep(_POLL_S)
 
     async def hold(self, version: str, timeout_s: float = 120.0) -> None:
-        """Request that replicas keep a version loaded, and return once the gateway serves it."""
+        """Request that replicas keep a version loaded, and wait until the gateway serves it."""
         if await asyncio.to_thread(self.serving, version) is None:
             model, body = version.partition("@")[0], ServeRequest(version=version, why="asked for by a program")
             path = f"/v1/models/{model}/serve"
@@ -205,15 +214,17 @@ class Stack:
         return self.client.trajectory(session_id, bus=self.bus, timeout_s=timeout_s)
 
     def export(self, version: str, folder: str | Path, *, merge: bool = False) -> Path:
-        """Write a version as a folder that transformers, PEFT and vLLM load. The files of the version must be on this
-        machine."""
+        """Write the files of a version to a folder that transformers, PEFT and vLLM can load.
+
+        The files of the version must be on this machine.
+        """
         from headrace_operations import private_stack
 
         private_stack.export(self.registry, version, Path(folder), merge, self.data_dir)
         return Path(folder)
 
     def stop(self) -> None:
-        """Stop a private stack. A Headrace that was running before keeps running."""
+        """Stop a private stack. A Headrace that was running before `attach` is not stopped."""
         if self._stop is not None:
             self._stop()
 
@@ -250,8 +261,10 @@ def support(name: str, distribution: str) -> Any:
 
 
 def flatten_settings(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return the settings of nested tables by dotted name. A setting whose value is a mapping is returned as a whole
-    and by its parts."""
+    """Return the values in nested tables by the dotted names of the settings.
+
+    A setting whose value is a mapping is returned both as a whole and by its entries.
+    """
     settings: dict[str, Any] = {}
     for name, value in table.items():
         settings[f"{prefix}{name}"] = value
@@ -263,7 +276,8 @@ def flatten_settings(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
 def _has_value(name: str, requested: object, actual: Mapping[str, Any]) -> bool:
     """Return whether a setting of the running trainer has the requested value.
 
-    A base may also be given by the model's name, because a program may not know the folder on the trainer's machine.
+    `requested` may also name a base by the model's name, because a program may not know the folder on the trainer's
+    machine.
     """
     value = actual[name]
     if name == "trainer.base" and isinstance(requested, str):

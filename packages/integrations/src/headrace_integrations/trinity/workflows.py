@@ -1,7 +1,7 @@
-"""Workflows of Trinity-RFT: the base class `Workflow`, `AgentScopeReActWorkflow`, `run_workflow`, which trains with a
-workflow, and the interface that a workflow sees: `ModelWrapper`, `Task` and `Experience`.
+"""Workflows of Trinity-RFT and training with them (`run_workflow`), with the interface that a workflow sees.
 
-Tokens of calls are read from the bus.
+The classes are `Workflow`, `AgentScopeReActWorkflow`, `ModelWrapper`, `Task` and `Experience`. Tokens of calls are read
+from the bus.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headrace_schemas.values import ids
 
 
 class Workflow:
-    """Base class of workflows. Override `run`, or `run_async` with `is_async = True`.
+    """Base class of workflows. Subclasses override `run`, or `run_async` with `is_async = True`.
 
     `auxiliary_models` are OpenAI clients, and `auxiliary_model_wrappers` are their wrappers.
     """
@@ -49,7 +49,7 @@ class Workflow:
         self.auxiliary_models = [client() for client in clients]
 
     def run(self) -> list[Any]:
-        """Return the experiences of a run, with their reward."""
+        """Return the experiences of one run, with the reward of the run."""
         raise NotImplementedError
 
     async def run_async(self) -> list[Any]:
@@ -68,12 +68,12 @@ async def run_workflow(
     steps: int = 1,
     enable_history: bool = True,
 ) -> AsyncIterator[Step]:
-    """Train with a workflow and yield each step.
+    """Train on runs of a workflow, and yield the result of each training step.
 
     All experiences of a run must have the same reward. A workflow that raises or returns no reward makes its run fail.
 
     Args:
-        workflow: class or function of task, model and auxiliary models.
+        workflow: class or function with the parameters task, model and auxiliary models.
         rows: rows or tasks of the data set.
         auxiliary_models: names of models at the gateway.
         repeat_times: runs of each task.
@@ -99,11 +99,11 @@ async def run_workflow(
 
 
 def reward_of(experiences: Sequence[Any]) -> float:
-    """Return the single reward of a run.
+    """Return the reward that all experiences of a run have.
 
     Raises:
-        UsageError: an experience has no reward, or the rewards differ. Rewards of single turns are sent as feedback
-            about turns.
+        UsageError: an experience has no reward, or the rewards differ. Send rewards of single turns as feedback about
+            turns.
     """
     rewards = {None if experience.reward is None else score("reward", experience.reward) for experience in experiences}
     if not rewards or None in rewards:
@@ -120,7 +120,7 @@ def reward_of(experiences: Sequence[Any]) -> float:
 
 
 def metrics_of(experiences: Sequence[Any]) -> dict[str, float]:
-    """Return the metrics of all experiences. For a metric of several experiences, the last value counts."""
+    """Return the metrics of a run's experiences. If several experiences have a metric, the last value counts."""
     metrics: dict[str, float] = {}
     for experience in experiences:
         metrics |= {name: score(f"metrics.{name}", value) for name, value in (experience.metrics or {}).items()}
@@ -192,7 +192,7 @@ class AgentScopeReActAgent:
 
 
 class AgentScopeReActWorkflow(Workflow):
-    """Workflow with a ReAct agent. Override `calculate_reward`, and optionally `make_agent`."""
+    """Workflow with a ReAct agent. Subclasses override `calculate_reward`, and optionally `make_agent`."""
 
     is_async = True
 
@@ -322,8 +322,8 @@ class ModelWrapper:
     def extract_experience_from_history(self, clear_history: bool = True) -> list[TrinityExperience]:
         """Return an experience for each finished answer, in order.
 
-        The gateway publishes a turn before the answer ends, so that every finished answer is included. Raises
-        `ValueError` if `enable_history` is False.
+        The gateway publishes a turn before its answer ends, so all finished answers are included. Raises `ValueError`
+        if `enable_history` is False.
         """
         if not self.enable_history:
             raise ValueError("enable_history = False: this model keeps no history; create it with enable_history=True")

@@ -1,6 +1,4 @@
-"""Configuration objects of the tuner, and the signatures of workflows and judges, which are checked before anything
-starts.
-"""
+"""Configuration objects of the tuner, and the checks of the signatures of workflows and judges before a training."""
 
 from __future__ import annotations
 
@@ -82,7 +80,7 @@ class DatasetConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkflowOutput:
-    """Result of a workflow: a response for the judge, or the reward itself."""
+    """Result of a workflow: a response for the judge to score, or the reward itself."""
 
     reward: float | None = None
     response: Any = None
@@ -91,7 +89,7 @@ class WorkflowOutput:
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeOutput:
-    """Result of a judge: the reward of a run, and metrics that are reported."""
+    """Result of a judge: the reward of a run, and metrics that are only reported."""
 
     reward: float
     metrics: Mapping[str, float] | None = None
@@ -113,25 +111,35 @@ def check_workflow_function(function: Callable[..., Any]) -> None:
     """Check the signature of a user's workflow function.
 
     Raises:
-        UsageError: it is not async, lacks `task` or `model`, or has parameters other than `auxiliary_models` and
-            `logger`.
+        UsageError: the function is not async, lacks the parameter `task` or `model`, or has parameters other than
+            these, `auxiliary_models` and `logger`.
     """
     _check(function, "workflow function", ("task", "model"))
 
 
 def check_judge_function(function: Callable[..., Any]) -> None:
-    """Raise `UsageError` unless `function` is async with `task` and `response`, and optionally `auxiliary_models` and
-    `logger`."""
+    """Check the signature of a user's judge function.
+
+    Raises:
+        UsageError: the function is not async, lacks the parameter `task` or `response`, or has parameters other than
+            these, `auxiliary_models` and `logger`.
+    """
     _check(function, "judge function", ("task", "response"))
 
 
 def check_prompt_workflow(function: Callable[..., Any]) -> None:
-    """Raise `UsageError` unless `function` is async with `task` and `system_prompt`."""
+    """Check the signature of a workflow for prompt tuning.
+
+    Raises:
+        UsageError: the function is not async, or its parameters are not `task` and `system_prompt`.
+    """
     _check(function, "workflow function", ("task", "system_prompt"), ())
 
 
-async def called(function: Callable[..., Any], auxiliary: Mapping[str, Any] | None, **arguments: Any) -> Any:
-    """Call a workflow or judge with `arguments`, and with auxiliary models and a logger if it has such parameters."""
+async def call_function(function: Callable[..., Any], auxiliary: Mapping[str, Any] | None, **arguments: Any) -> Any:
+    """Call a workflow or a judge with `arguments`, and with auxiliary models and a logger if it has these
+    parameters.
+    """
     parameters = inspect.signature(function).parameters
     if "auxiliary_models" in parameters:
         arguments["auxiliary_models"] = dict(auxiliary or {})
@@ -140,24 +148,26 @@ async def called(function: Callable[..., Any], auxiliary: Mapping[str, Any] | No
     return await function(**arguments)
 
 
-async def outcome(
+async def run_and_judge(
     workflow: Callable[..., Any],
     judge: Callable[..., Any] | None,
     auxiliary: Mapping[str, Any] | None,
     task: Mapping[str, Any],
     model: Any,
 ) -> tuple[float, dict[str, float]]:
-    """Run a workflow and its judge on a task, and return reward and metrics. The judge's reward has precedence.
+    """Run a workflow and its judge on a task, and return the reward and the metrics.
+
+    The judge's reward replaces that of the workflow.
 
     Raises:
-        UsageError: there is no finite reward. That is an error, and never a reward of 0.
+        UsageError: there is no finite reward. This is never counted as a reward of 0.
         Exception: as raised by workflow or judge.
     """
-    output = await called(workflow, auxiliary, task=task, model=model)
+    output = await call_function(workflow, auxiliary, task=task, model=model)
     metrics = dict(output.metrics or {})
     reward = output.reward
     if judge is not None:
-        judgement = await called(judge, auxiliary, task=task, response=output.response)
+        judgement = await call_function(judge, auxiliary, task=task, response=output.response)
         reward, metrics = judgement.reward, metrics | dict(judgement.metrics or {})
     try:
         if reward is None or isinstance(plain_value(reward), bool):

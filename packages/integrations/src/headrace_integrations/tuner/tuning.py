@@ -1,4 +1,4 @@
-"""`tune`: train with a workflow, a judge and a data set, evaluate, and write a folder of results."""
+"""`tune`: training with a workflow, a judge and a data set, followed by an evaluation and a folder of results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from headrace.blocking import blocking
 from headrace.errors import UsageError
 from headrace_integrations.evaluation import evaluate
-from headrace_integrations.practice.chat_models import auxiliary, chat_model, check_engines, sampling_options
+from headrace_integrations.practice.chat_models import auxiliary_model, chat_model, check_engines, sampling_options
 from headrace_integrations.practice.data_sets import check_schedule, rows_of
 from headrace_integrations.practice.runs import Run
 from headrace_integrations.practice.training import Step, train_on_tasks
@@ -25,7 +25,7 @@ from headrace_integrations.tuner.configs import (
     TunerModelConfig,
     check_judge_function,
     check_workflow_function,
-    outcome,
+    run_and_judge,
 )
 from headrace_operations.arguments import check_unchanged, real_number, whole_number
 
@@ -54,7 +54,7 @@ def tune(
     monitor_type: str | None = None,
     config_path: str | None = None,
 ) -> None:
-    """Train `model` on runs of a workflow and return when all steps are over.
+    """Train `model` on runs of a workflow, and return after the last training step.
 
     Results are written to `checkpoints/<project>/<experiment>/`.
 
@@ -64,7 +64,7 @@ def tune(
         config_path: a Trinity YAML file. Arguments override it, and a warning lists its keys that have no effect.
 
     Raises:
-        UsageError: names an option that cannot be honoured.
+        UsageError: an option cannot be honoured; the message names it.
     """
     check_workflow_function(workflow_func)
     if judge_func is not None:
@@ -79,9 +79,9 @@ def tune(
 
     async def play(task: Any, run: Run) -> float:
         models = {
-            name: auxiliary(run, name, auxiliary_model) for name, auxiliary_model in (auxiliary_models or {}).items()
+            name: auxiliary_model(run, name, model_of_name) for name, model_of_name in (auxiliary_models or {}).items()
         }
-        reward, metrics = await outcome(workflow_func, judge_func, models, task, chat_model(run, plan.model))
+        reward, metrics = await run_and_judge(workflow_func, judge_func, models, task, chat_model(run, plan.model))
         run.reward(reward, role="agent", metrics=metrics)
         return reward
 
@@ -170,7 +170,7 @@ def _check(model: Any, algorithm: Any, held_out: Any) -> None:
 
 
 class _TrinityFile:
-    """Configuration of the tuner from a Trinity YAML file. `check` refuses unused keys."""
+    """Configuration of the tuner that a Trinity YAML file contains. `check` refuses keys without an effect."""
 
     def __init__(self, path: Path) -> None:
         from headrace_operations import trinity_yaml
@@ -260,7 +260,7 @@ def _numbers(step: Step) -> dict[str, float | None]:
 
 
 def _save(stack: Stack, version: str, folder: Path) -> None:
-    """Write the name of a version, and also its files if they are on this machine."""
+    """Write the name of a version to the folder of results, and the version's files if they are on this machine."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "version").write_text(f"{version}\n", encoding="utf-8")
     if stack.data_dir is not None:
