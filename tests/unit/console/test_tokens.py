@@ -291,8 +291,8 @@ async def test_one_request_for_probabilities_is_in_progress_at_a_time(
     assert refusal.value.status == 429
     replica.waits.set()
     await first
-    assert source.cached(("default", "a", 0, VERSION)) == (-1.0,)
-    assert source.cached(("other", "a", 0, VERSION)) == ()
+    assert source.cached_logprobs(("default", "a", 0, VERSION)) == (-1.0,)
+    assert source.cached_logprobs(("other", "a", 0, VERSION)) == ()
     assert replica.urls == ["http://127.0.0.1:9/v1/logprobs"]
 
 
@@ -305,7 +305,7 @@ async def test_long_answers_and_wrong_replies_are_refused(stand: Stand, monkeypa
         with pytest.raises(Refused) as refusal:
             await source.compute(answer_key, TokensToScore(prompt_token_ids=(), token_ids=tokens))
         assert refusal.value.status == status
-    assert source.cached(answer_key) == ()
+    assert source.cached_logprobs(answer_key) == ()
 
 
 async def test_kept_probabilities_are_bounded(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,5 +315,5 @@ async def test_kept_probabilities_are_bounded(stand: Stand, monkeypatch: pytest.
     for number in range(17):
         tokens = TokensToScore(prompt_token_ids=(1,), token_ids=(2,))
         await source.compute(("default", f"t{number}", 0, VERSION), tokens)
-    assert source.cached(("default", "t0", 0, VERSION)) == ()
-    assert source.cached(("default", "t16", 0, VERSION)) == (-1.0,)
+    assert source.cached_logprobs(("default", "t0", 0, VERSION)) == ()
+    assert source.cached_logprobs(("default", "t16", 0, VERSION)) == (-1.0,)

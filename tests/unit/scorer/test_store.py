@@ -191,7 +191,7 @@ async def test_the_last_few_trajectories_are_read_from_memory(tx: AsyncConnectio
     stored, template = closed(), closed(session="x")
     await keep(tx, stored)
     library = store.TrajectoryCache()
-    library.keep(stored.model_copy(update={"task_id": "remembered"}), 1000)
+    library.add(stored.model_copy(update={"task_id": "remembered"}), 1000)
 
     async def get(name: str) -> Trajectory | None:
         return (await library.get(tx, [name])).get(name)
@@ -200,11 +200,11 @@ async def test_the_last_few_trajectories_are_read_from_memory(tx: AsyncConnectio
         cached = await get(stored.trajectory_id)
         assert cached is not None
         assert cached.task_id == "remembered", f"{number} others are newer"
-        library.keep(template.model_copy(update={"trajectory_id": str(number)}), 1000)
+        library.add(template.model_copy(update={"trajectory_id": str(number)}), 1000)
     assert await get(stored.trajectory_id) == stored, "the database has it still"
     assert await get("0") is None, "the oldest went when it came back"
     assert await get("1") is not None
-    library.keep(template.model_copy(update={"trajectory_id": stored.trajectory_id}), 1000)
+    library.add(template.model_copy(update={"trajectory_id": stored.trajectory_id}), 1000)
     assert await get("1") is not None, "it is here already"
     assert (await library.get(tx, ["1", stored.trajectory_id, "nobody"])).keys() == {"1", stored.trajectory_id}
 
@@ -213,10 +213,10 @@ async def test_trajectories_in_memory_are_bounded_by_their_bytes(tx: AsyncConnec
     cache, template = store.TrajectoryCache(), closed()
     named = [template.model_copy(update={"trajectory_id": name}) for name in "abcd"]
     for trajectory, size_bytes in zip(named, (500_000, 1_000_000, 1_000_000, 3_000_000), strict=True):
-        cache.keep(trajectory, size_bytes)
+        cache.add(trajectory, size_bytes)
     assert (await cache.get(tx, "abcd")).keys() == {"b", "c"}, "the oldest went, and the largest was never kept"
-    cache.keep(named[1], 3_000_000)
-    cache.keep(named[0], 1_000_000)
+    cache.add(named[1], 3_000_000)
+    cache.add(named[0], 1_000_000)
     assert (await cache.get(tx, "abcd")).keys() == {"a", "c"}, "the former size of a trajectory no longer counts"
 
 

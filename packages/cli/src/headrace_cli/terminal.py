@@ -190,7 +190,7 @@ class ProgressDisplay:
 
     @property
     def line(self) -> str:
-        """The current progress as one line for a log."""
+        """The present progress (amount, activity, time) as one line for a log."""
         elapsed_s = time.monotonic() - self._started_s
         amount = f"{self.completed:,.0f}" + (f" of {self.total:,.0f}" if self.total is not None else "")
         has_amount = bool(self.completed or self.total)

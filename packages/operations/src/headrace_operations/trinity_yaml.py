@@ -339,7 +339,7 @@ def _apply_rule(
 
 
 def _combine_keys(keys: Mapping[str, Any], conversion: Conversion) -> None:
-    """Derive the settings that depend on two keys."""
+    """Add the settings that depend on two keys of Trinity's configuration."""
     names = [str(keys[key]) for key in ("project", "group", "name") if keys.get(key)]
     if names:
         conversion.settings["trainer.lineage"] = model_name("-".join(names))

@@ -94,7 +94,7 @@ def _arguments(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TurnContent:
-    """The tokens and messages of a turn."""
+    """The tokens and messages of a turn, by which equal conversations are distinguished."""
 
     prompt: bytes
     """Token ids as int32, so that a prefix of a sequence is a prefix of its bytes."""
@@ -176,7 +176,7 @@ class TurnFacts:
     """Time at which this service first processed the turn."""
     completions: int
     tokens: int
-    """Length of its longest branch: the prompt and the longest completion."""
+    """Number of tokens of the prompt and the longest completion."""
     prefixes: tuple[bytes, ...]
     replies: tuple[bytes, ...]
     side_call: str | None = None
@@ -205,7 +205,7 @@ class TurnFacts:
 
     @property
     def messages(self) -> int:
-        """Number of messages of the prompt."""
+        """Number of messages of the turn's prompt."""
         return self.shared_messages + len(self.prefixes)
 
     @property

@@ -34,7 +34,7 @@ class Vertex:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the sequence."""
+        """Number of tokens of the sequence that ends at this vertex."""
         return self.length_bytes // _ID_BYTES
 
     def ancestors(self) -> Iterator[Vertex]:

@@ -40,7 +40,7 @@ class SessionRun:
     models: int
     """Number of models that the run called; each has a trajectory of its own."""
     is_side_call: bool = False
-    """Whether its calls are no part of the client's task."""
+    """Whether the calls of the run are no part of the client's task."""
 
     @property
     def turn_ids(self) -> frozenset[str]:
@@ -48,7 +48,7 @@ class SessionRun:
 
     @property
     def log_offset(self) -> int:
-        """Offset of its first turn on `turns`."""
+        """Offset, on `turns`, of the run's first turn."""
         return min(turn.log_offset for turn in self.turns)
 
     @property

@@ -44,7 +44,7 @@ _FACTS = [turns.c[_COLUMN_NAMES.get(name, name)].label(name) for name in _STORED
 
 @dataclass(frozen=True, slots=True)
 class SessionSize:
-    """Size of the open turns of a session."""
+    """Size of the open turns of a session, which is limited."""
 
     completions: int
     sequences: int
@@ -109,7 +109,7 @@ async def _open(tx: AsyncConnection, turn: Turn, facts: TurnFacts, partition: in
 def _open_turn_statement(dialect: str) -> Any:
     """Return the statement that adds a turn to its session's row.
 
-    If the session is open, its idle check is not moved.
+    If the session has open turns already, the time of its idle check is not changed.
     """
     insert: Any = (sqlite.insert if dialect == "sqlite" else postgresql.insert)(sessions)
     new = insert.excluded

@@ -163,7 +163,7 @@ def first_version(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -
 
 @dataclass(frozen=True, slots=True)
 class TurnTraining:
-    """Outcomes of training for one turn."""
+    """Experiences that contain a turn, with their training outcomes, and sentences about them."""
 
     experiences: Sequence[Row]
     histories: Sequence[Sequence[HistoryEntry]]

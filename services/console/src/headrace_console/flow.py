@@ -28,7 +28,7 @@ _STALLED_AFTER_WAITS, _STALLED_AFTER_S_MIN = 4, 10.0
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Observed facts about the loop at one moment."""
+    """Observed state of the loop at one moment, from which `find_cause` finds why nothing is trained."""
 
     stack: StackReport
     models: tuple[ModelState, ...] = ()
@@ -66,7 +66,7 @@ class Facts:
 
     @property
     def trained(self) -> float:
-        """Experience revisions trained since the trainer started."""
+        """Number of experience revisions trained since the trainer started."""
         return self.value("trainer", "headrace_trainer_trained_total")
 
     @property

@@ -120,7 +120,10 @@ def describe_numbers(event: ModelEvent) -> str:
 
 
 def scored_versions(versions: Sequence[VersionState]) -> list[ScoredVersion]:
-    """Return the versions that have an audit score, by ascending step. A standard error is at least 1 / (plays + 2)."""
+    """Return the versions that have an audit score, by ascending step.
+
+    Standard errors are raised to at least 1 / (plays + 2), because equal results of few plays do not prove certainty.
+    """
     scored = []
     for version in versions:
         audits = [event for event in version.decisions if event.decision == "evaluated" and "score" in event.statistics]

@@ -70,7 +70,7 @@ class SessionFile:
             return []
 
     def write(self, sessions: list[Session]) -> None:
-        """Store the sessions."""
+        """Replace the stored sessions by `sessions`. A failure is logged."""
         content = json.dumps([asdict(session) for session in sessions]).encode("ascii")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -37,10 +37,16 @@ def _choices(item: Item) -> int:
 
 
 def stored_answer(rules: QueueRules, item: Item, text: str, rater: str, *, repeated: bool) -> str | None:
-    """Return the value to store for the button that a reviewer pressed, or None if the queue has no such button.
+    """Return the value to store for the button that a rater pressed, or None if the queue has no such button.
+
+    For a pair, the buttons A and B are converted to the index of the answer, because each rater may see the two answers
+    in another order.
 
     Args:
-        text: value of the button. In a pair, the sides are shown in an order of each rater's own.
+        rules: the rules of the queue.
+        item: the rated item.
+        text: value of the button.
+        rater: name of the rater.
         repeated: whether the rater compares the pair a second time.
     """
     if rules.question == "pair":

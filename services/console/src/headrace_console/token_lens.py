@@ -80,7 +80,7 @@ class Lens:
 
     @property
     def length(self) -> int:
-        """Number of tokens of the prompt and the answer."""
+        """Number of the prompt's and the answer's tokens together."""
         return self.prompt_length + len(self.turn.choices[self.choice].token_ids)
 
     @property

@@ -140,7 +140,7 @@ class PairwiseComparisons:
         return rewards
 
     async def _reason_without_pairs(self, tx: AsyncConnection, row: RowMapping) -> str:
-        """Return the reason why a run has no pair."""
+        """Return the reason, for an abstention, why a run was compared with no other run."""
         other_runs = (CONTESTANTS.c.contest == row["contest"]) & (CONTESTANTS.c.run != row["run"])
         if await tx.scalar(select(CONTESTANTS.c.trajectory_id).where(other_runs).limit(1)):
             return f"its task had all its pairs already ({self._pairs_max})"

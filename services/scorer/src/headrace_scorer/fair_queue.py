@@ -58,7 +58,7 @@ class FairQueue(Generic[T]):
         return free if free > 0 else min(1, max(limit - self._size_bytes, 0))
 
     def put_nowait(self, tenant: str, item: T, size_bytes: int) -> None:
-        """Add an item. The caller must have checked `free_slots`."""
+        """Add an item of a tenant. The caller must have checked `free_slots`."""
         self._items.setdefault(tenant, deque()).append((item, size_bytes))
         self._count += 1
         self._size_bytes += size_bytes

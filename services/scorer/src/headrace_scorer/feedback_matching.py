@@ -76,7 +76,10 @@ class ClosedTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class FeedbackRange:
-    """Range of end offsets that feedback about one or several successive trajectories of a session has."""
+    """Range of `turns_until` or `trajectories_until` that feedback about the same trajectory or trajectories has.
+
+    The trajectories of a range began, or were ingested, in succession.
+    """
 
     is_of_turns: bool
     """Whether the range limits `turns_until` of the feedback. Otherwise it limits `trajectories_until`."""

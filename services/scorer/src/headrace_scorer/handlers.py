@@ -106,7 +106,7 @@ class Scorer:
             return []
         value = handling.received.record.value
         if value is not None and handling.received.envelope.dataref is None:  # what lies in the blob store is large
-            self.cache.keep(trajectory, len(value))
+            self.cache.add(trajectory, len(value))
         name = trajectory.trajectory_id
         entries = await ledger.read(tx, {name: trajectory.tenant})
         score = TrajectoryScore(trajectory, row, entries[name])

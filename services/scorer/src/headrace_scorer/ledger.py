@@ -140,7 +140,7 @@ async def history(tx: AsyncConnection, trajectory_id: str) -> list[Row]:
 
 
 def add_rewards(now: datetime, rewards: Iterable[Reward], entries: LedgerEntries) -> None:
-    """Add rewards that the scorer computed itself to `entries`."""
+    """Add rewards that the scorer computed itself, such as those of reward functions, to `entries`."""
     for reward in rewards:
         entries.add(_row(reward, now))
 

@@ -284,7 +284,7 @@ class Rescoring:
         return [_row(reward.source, reward.turn_id or "", reward) for reward in rewards.values()]
 
     def report(self) -> ScoredLine:
-        """Return the counts for the line `scored`."""
+        """Return the line `scored` with the counts of the trajectories and their experiences."""
         return ScoredLine(
             trajectories=self._trajectories,
             experiences=dict(sorted(self._experience_counts.items())),
@@ -342,7 +342,11 @@ class Rescoring:
     async def _call_functions(
         self, trajectory: Trajectory, value: bytes, feedback_set: FeedbackSet
     ) -> tuple[dict[EntryKey, SourceReward], list[ledger.Row]]:
-        """Call all reward functions, and return their rewards as the policy and as the ledger represent them."""
+        """Call all reward functions for a trajectory.
+
+        Returns:
+            The rewards by ledger key, as input of the reward policy, and the same rewards as rows of the ledger.
+        """
         rewards: dict[EntryKey, SourceReward] = {}
         rows = []
         feedback = tuple(event.to_json().decode() for event in feedback_set.all)

@@ -78,7 +78,7 @@ class LoadedJob:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the trajectory and of the feedback."""
+        """Size in bytes of the trajectory and of the feedback."""
         return len(self.trajectory) + sum(map(len, self.feedback))
 
 
@@ -118,7 +118,7 @@ class Scoring:
 
     @property
     def policy(self) -> RewardPolicy:
-        """Reward policy with the functions that are loaded now."""
+        """Reward policy that expects rewards of the reward functions that are loaded now."""
         return self._settings.policy([function.source for function in self.functions])
 
     def inputs(self, feedback_set: FeedbackSet) -> str:

@@ -47,7 +47,7 @@ class TrajectoryCache:
         self._recent: OrderedDict[str, tuple[Trajectory, int]] = OrderedDict()
         self._size_bytes = 0
 
-    def keep(self, trajectory: Trajectory, size_bytes: int) -> None:
+    def add(self, trajectory: Trajectory, size_bytes: int) -> None:
         """Add a trajectory to the cache unless it is too large.
 
         Args:

@@ -63,7 +63,7 @@ async def delete_old_trajectories(tx: AsyncConnection, now: datetime, retention_
 
 
 async def delete_old_feedback(tx: AsyncConnection, now: datetime, retention_s: float) -> Sequence[Event]:
-    """Delete feedback that is older than `retention_s`."""
+    """Delete feedback that is older than `retention_s` seconds."""
     horizon = _horizon(now, retention_s)
     arrived = feedback.c.arrived_ms
     stale = select(feedback.c.event_id).where(arrived <= horizon).order_by(arrived).limit(_FORGOTTEN_AT_ONCE_MAX)
@@ -102,7 +102,7 @@ def _horizon(now: datetime, retention_s: float) -> int:
 
 
 async def measure(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-    """Update the gauges of waiting trajectories and of judges."""
+    """Set the gauges of waiting trajectories and of the agreement of judges."""
     waiting = trajectories.c.settle_ms.is_not(None)
     metrics.WAITING.set(await count_rows(tx, waiting, trajectories, COUNTED_MAX))
     await judge_monitor.measure(tx, now)

@@ -76,9 +76,8 @@ def controls(
 
     Each control is a short training from the base on the same experiences, those of the first version in the range:
     with the true rewards, with shuffled, flipped and random rewards, with learning rate 0, and with each reward source
-    alone. The gate program scores the
-    resulting versions on audit tasks. Everything runs in a temporary folder on its own bus, and no version is served.
-    Exit status 1 if a control has an unexpected result.
+    alone. The gate program scores the resulting versions on audit tasks. Everything runs in a temporary folder on its
+    own bus, and no version is served. Exit status 1 if a control has an unexpected result.
     """
     import asyncio
     import os

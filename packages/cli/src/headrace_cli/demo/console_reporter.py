@@ -154,7 +154,7 @@ class ConsoleReporter:
             self._console.print(text, markup=False, highlight=False)
 
     def print_promises(self, report: SeedsReport) -> None:
-        """Print for each promise whether it holds."""
+        """Print each promise of the demo with its limit, the measured value, and whether it holds."""
         for line in report.lines:
             difference = "" if line.holds else f": wanted {line.wanted}, found {line.found}"
             style = "green" if line.holds else "red"

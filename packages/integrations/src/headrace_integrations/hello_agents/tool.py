@@ -94,7 +94,7 @@ class TrainingPlan:
 
     @classmethod
     def of(cls, parameters: Mapping[str, Any]) -> TrainingPlan:
-        """Parse the parameters of `train`. Raises `UsageError`."""
+        """Parse the parameters of the action `train`. Raises `UsageError` for an invalid value."""
         temperature = real_number("temperature", parameters.get("temperature", 1.0))
         if not 0 < temperature <= 2:
             raise UsageError(f"temperature = {temperature:g}: must be above 0 and at most 2, so that answers differ")

@@ -173,7 +173,7 @@ class ExplicitMarkingStrategy:
 
 @dataclass(frozen=True, slots=True)
 class OpenMarks:
-    """Labels and task id of the active `mark` contexts."""
+    """Labels and task id of the `mark` blocks that are active."""
 
     labels: frozenset[str] = frozenset()
     task_id: str | None = None

@@ -124,7 +124,7 @@ class Report:
 
     @property
     def problems(self) -> list[str]:
-        """One explanation for each control with an unexpected result."""
+        """A text for each control with an unexpected result, which explains what that result means."""
         return [f"{row.control.name}: {_problem_text(row)}" for row in self.rows if not row.as_expected]
 
     @property

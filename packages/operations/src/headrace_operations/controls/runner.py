@@ -38,7 +38,7 @@ Tick = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """Experiences on which all controls train."""
+    """Recorded experiences on which all controls train, the version that sampled them, and the number left out."""
 
     experiences: Sequence[Experience]
     version: str

@@ -205,7 +205,7 @@ class CheckedRows:
         return len(self._starts)
 
     def read(self, positions: Iterator[int]) -> Iterator[tuple[int, CheckedRow]]:
-        """Yield the rows at `positions` together with their positions."""
+        """Yield the rows at `positions` of the file, each with its position."""
         with self._path.open("rb") as file:
             for position in positions:
                 file.seek(self._starts[position])
@@ -266,7 +266,7 @@ class HeldOutTasks:
 
 
 def read_task_texts(paths: Iterable[Path]) -> dict[str, str]:
-    """Return the texts of the tasks in files of rows, which are their user messages.
+    """Return the user messages of the tasks in files of rows, by the name of the task (`FILE:ROW`).
 
     Raises:
         UsageError: a row is invalid or has no task column.

@@ -99,7 +99,7 @@ def run(job: Job, tick: Tick = lambda activity, completed, total: None) -> str:
 
 
 async def check(prepared: PreparedJob, tick: Tick, preview: int = 0) -> CheckReport:
-    """Check every row without writing files or publishing records."""
+    """Check every row of a job without writing files or publishing records, and return the counts."""
     return await RowChecker(prepared, tick, preview=preview).run()
 
 

@@ -50,7 +50,7 @@ class DataRow:
 
     @property
     def digest(self) -> str:
-        """Digest of prompt, answers and tools."""
+        """Digest of the row's prompt, answers and tools, by which duplicates are recognized."""
         return _digest(self.prompt, *self.answers, self.tools)
 
     @property

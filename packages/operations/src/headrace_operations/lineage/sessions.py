@@ -121,7 +121,7 @@ class _LineageReports:
             self.holders |= {name: holder} if holder else {}
 
     def _is_trained(self, name: RevisionKey) -> bool:
-        """Return whether the weights contain the revision now."""
+        """Return whether the newest weights of the lineage contain the training of the revision."""
         return name in self.outcomes and self.outcomes[name][0].dropped is None and name not in self.undone
 
     def status(self, lineage: str, name: RevisionKey) -> TrainingStatus | None:

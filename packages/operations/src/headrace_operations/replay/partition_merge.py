@@ -62,7 +62,7 @@ def build_journal(metrics: Iterable[TrainingMetrics], model: str, lineage: str) 
 
 
 async def read(topics: Topics, model: str, lineage: str) -> Journal:
-    """Read the journal of a lineage from the topic."""
+    """Read the journal of a lineage from the topic `training-metrics`."""
     events = [entry.event async for entry in topics.read(Range(TrainingMetrics.topic))]
     return build_journal((event for event in events if isinstance(event, TrainingMetrics)), model, lineage)
 
@@ -120,7 +120,7 @@ class PartitionMerge:
 
     @property
     def truncated(self) -> bool:
-        """Whether retention has deleted the oldest records."""
+        """Whether retention has deleted the oldest records of a partition."""
         return any(reader.progress.truncated for reader in self._readers.values())
 
     async def in_time_order(self) -> AsyncIterator[MergedRecord]:

@@ -138,7 +138,7 @@ class TrainingReports:
     verdict_counts: Counter[str | None] = field(default_factory=Counter)
 
     def add(self, account: TrainingMetrics) -> None:
-        """Add a report; duplicates are ignored."""
+        """Add a training report; a report that was added before is ignored."""
         if account.event_id not in self.seen:
             self.seen.add(account.event_id)
             self.batches += account.batches

@@ -57,7 +57,7 @@ class Request:
 
     @property
     def topic(self) -> str:
-        """Topic of the copy, which the trainer reads."""
+        """Topic with the copied experiences, which the trainer reads."""
         return f"{self.prefix}experiences"
 
     @property

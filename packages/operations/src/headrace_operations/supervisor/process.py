@@ -67,7 +67,7 @@ BACKGROUND_NICENESS = 5
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Time limits and sizes of a supervisor."""
+    """Time limits of a supervisor, and limits of the sizes of log files."""
 
     first_pause_s: float = 0.5
     """Pause before the first restart; it doubles with each further early exit."""

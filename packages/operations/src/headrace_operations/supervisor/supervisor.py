@@ -159,7 +159,7 @@ class Supervisor:
 
     @property
     def state(self) -> RunState:
-        """Present state of all services."""
+        """State of all services at present."""
         return self._state
 
     @property

@@ -27,7 +27,7 @@ _CONSEQUENCES = frozenset({"promoted", "rejected", "skipped", "rolled_back", "wi
 
 @dataclass(frozen=True, slots=True)
 class ModelSummary:
-    """Values of one model on the page Loop."""
+    """What the page Loop shows about one model: its state, scores, steps and decisions."""
 
     state: ModelState
     learning: Learning

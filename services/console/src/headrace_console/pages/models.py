@@ -51,7 +51,7 @@ _UNPROMOTABLE = ("promoted", "canary", "withdrawn")
 
 
 async def models(visit: Visit) -> Response:
-    """List the models."""
+    """List all models."""
     visit.parameters()
     return visit.render("models.html", models=await visit.parts.registry.models())
 

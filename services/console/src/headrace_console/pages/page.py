@@ -86,14 +86,14 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A request of a user for a page."""
+    """A request of a logged-in user for a page, with the components that handlers use."""
 
     parts: Parts
     request: Request
     user: User
 
     def path(self, name: str) -> str:
-        """Return a parameter of the path."""
+        """Return the parameter `name` of the URL path."""
         return str(self.request.path_params[name])
 
     def parameters(self, *names: str) -> dict[str, str]:
@@ -121,7 +121,7 @@ class Visit:
         return self.parts.database.transaction()
 
     def render(self, template: str, status: int = 200, **values: object) -> Response:
-        """Return the page of a template."""
+        """Return the page that a template renders with these values."""
         return self.parts.templates.render(self.request, self.user, template, status, **values)
 
 

@@ -281,15 +281,15 @@ def _editable(queue: Queue, transcript: Transcript | None) -> tuple[str, str] | 
 
 
 def _is_repeated(item: Item) -> bool:
-    """Return whether the item is shown for the second time, with swapped sides.
+    """Return whether the rater sees the item for the second time, with swapped sides.
 
-    The reservation decides, or without one the rater's last verdict.
+    The rater's reservation records this or, if there is none, the rater's last verdict.
     """
     return item.repeated if item.is_reserved or not item.verdicts else bool(item.verdicts[-1]["repeated"])
 
 
 def _buttons(queue: Queue) -> list[tuple[str, str, str]]:
-    """Return value, text and keyboard key of each button."""
+    """Return the value, the text and the keyboard key of each answer button."""
     rules = queue.rules
     if rules.question == "pair":
         names = {

@@ -29,7 +29,7 @@ class MetricRow:
 
 
 async def rollouts(visit: Visit) -> Response:
-    """List the newest rollouts."""
+    """List the newest rollouts of all models."""
     visit.parameters()
     return visit.render("rollouts.html", rollouts=await visit.parts.registry.rollouts())
 
@@ -66,7 +66,7 @@ async def change(visit: Visit) -> Response:
 
 
 def metric_rows(rollout: RolloutState) -> list[MetricRow]:
-    """Return the rows of the table of metrics."""
+    """Return the rows of a rollout's table of metrics."""
     return [
         MetricRow(name, difference, lower, upper, margin, _verdict(rollout, name))
         for name, difference, lower, upper, margin in rollout_picture.intervals(rollout)

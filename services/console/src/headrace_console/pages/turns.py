@@ -106,7 +106,9 @@ async def tokens(visit: Visit) -> Response:
         return visit.render("tokens.html", lens=None, **common)
     choice = _number(parameters, "choice", 0, len(turn.choices) - 1)
     now = parameters.get("now", "")
-    logprobs = visit.parts.replicas.cached((target.session["tenant_name"], turn.turn_id, choice, now)) if now else ()
+    logprobs = (
+        visit.parts.replicas.cached_logprobs((target.session["tenant_name"], turn.turn_id, choice, now)) if now else ()
+    )
     texts, problem = await visit.parts.tokenizers.read(turn.version)
     lens = Lens(turn, choice, texts, logprobs)
     start = _number(parameters, "from", lens.first_window(), lens.length)
@@ -225,7 +227,7 @@ class _Side:
 
     @property
     def answer(self) -> str:
-        """Text of the first answer."""
+        """Text of the turn's first answer."""
         return str(message_values(self.turn.choices[0].message)["text"]) if self.turn is not None else ""
 
     @property
@@ -249,7 +251,7 @@ async def compare(visit: Visit) -> Response:
         sides=sides,
         has_equal_prompts=_have_equal_prompts(*turns) if len(turns) == len(SIDES) else None,
         can_try=bool(turns) and visit.user.has_role("reviewer"),
-        served=visit.parts.replicas.served(turns[0].model) if turns else [],
+        served=visit.parts.replicas.served_versions(turns[0].model) if turns else [],
         tokens_max=ANSWER_TOKENS_MAX,
     )
 
@@ -261,7 +263,7 @@ async def try_version(visit: Visit) -> Response:
     turn = (await _side(visit, left)).turn
     if turn is None:
         raise Refused(409, "expired", "The text of this turn has expired, or the bus does not answer.")
-    if version not in visit.parts.replicas.served(turn.model):
+    if version not in visit.parts.replicas.served_versions(turn.model):
         raise Refused(409, "not_served", f"{printable(version)} is not served now.", "version")
     complete_turn = await whole_turn(visit, turn)
     right = await visit.parts.gateway.answer(visit.user, complete_turn, version)

@@ -41,12 +41,12 @@ class Counts:
 
 
 async def read_rows(tx: AsyncConnection, query: Select[Any]) -> list[Row]:
-    """Return the rows of a query."""
+    """Execute a query and return its rows."""
     return [dict(row) for row in (await tx.execute(query)).mappings()]
 
 
 async def first_row(tx: AsyncConnection, query: Select[Any]) -> Row | None:
-    """Return the first row of a query, or None."""
+    """Execute a query and return its first row, or None."""
     rows = await read_rows(tx, query.limit(1))
     return rows[0] if rows else None
 

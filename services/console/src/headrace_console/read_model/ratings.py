@@ -50,12 +50,12 @@ class Item:
 
     @property
     def answer(self) -> str | None:
-        """The valid answer of the rater, or None."""
+        """The rater's latest answer, or None if there is none or it was withdrawn."""
         return self.verdicts[-1]["answer"] if self.verdicts else None
 
     @property
     def number(self) -> int:
-        """Number of the rater's next verdict."""
+        """Number that the rater's next verdict about the item gets."""
         return self.verdicts[-1]["number"] + 1 if self.verdicts else 1
 
 

@@ -89,7 +89,7 @@ R = TypeVar("R", SessionRow, TurnRow, TrajectoryRow, ExperienceRow, LetterRow)
 
 
 class RowSet(Generic[R]):
-    """Rows of one table that a batch may change, by id and by unique key."""
+    """Rows of one table that a batch may change, accessible by id and by unique key."""
 
     def __init__(self, table: Table, row: type[R], key: tuple[str, ...]) -> None:
         """Create an empty set. `key` are the columns of the unique key, the most selective one first."""
@@ -134,7 +134,7 @@ class RowSet(Generic[R]):
         return row
 
     def remove(self, row: R) -> None:
-        """Delete a loaded row when the batch is stored."""
+        """Mark a loaded row to be deleted when the batch is stored."""
         del self._by_id[row.id], self._by_key[tuple(getattr(row, name) for name in self._key)]
         self._removed.append(row.id)
 
@@ -144,7 +144,7 @@ class RowSet(Generic[R]):
         self._next_id = (last or 0) + 1
 
     async def load_keys(self, tx: AsyncConnection, keys: Collection[tuple[Any, ...]]) -> None:
-        """Load the rows with these keys."""
+        """Load the rows with these values of the unique key."""
         columns = [self._table.c[name] for name in self._key]
         for part in portions({key for key in keys if key not in self._by_key}):
             condition = self._is_in(self._key[0], [key[0] for key in part])
@@ -170,7 +170,7 @@ class RowSet(Generic[R]):
         return rows
 
     async def load_ids(self, tx: AsyncConnection, ids: Iterable[int]) -> None:
-        """Load the rows with these numbers."""
+        """Load the rows with these ids."""
         await self.load_where(tx, "id", {row_id for row_id in ids if row_id not in self._by_id})
 
     def _is_in(self, column: str, values: Sequence[Any]) -> ColumnElement[bool]:

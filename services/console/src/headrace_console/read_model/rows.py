@@ -203,7 +203,7 @@ class Names:
         return number
 
     def text(self, number: int) -> str:
-        """Return the text with this number."""
+        """Return the text that has this number."""
         return self._texts[number]
 
     async def refresh(self, tx: AsyncConnection) -> None:

@@ -46,7 +46,7 @@ class Filter:
 
 @dataclass(frozen=True, slots=True)
 class SessionPage:
-    """Sessions of one page, the newest first."""
+    """One page of the list of sessions, the newest first, with the positions of the neighbouring pages."""
 
     rows: Sequence[Row]
     after: Position | None

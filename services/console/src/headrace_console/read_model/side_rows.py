@@ -30,7 +30,7 @@ _BUCKETS = 10
 
 
 class RewardKey(NamedTuple):
-    """Key of a row of `rewards`."""
+    """Primary key of a row of the table `rewards`."""
 
     trajectory: int
     turn: int
@@ -39,7 +39,7 @@ class RewardKey(NamedTuple):
 
 
 class HourKey(NamedTuple):
-    """Key of a row of `hours`."""
+    """Primary key of a row of the table `hours`, which counts rewards."""
 
     tenant: int
     source: int
@@ -212,13 +212,13 @@ class SideRows:
         ]
 
     async def delete_trained(self, tx: AsyncConnection, experiences: Iterable[int]) -> None:
-        """Delete the trained revisions of experiences."""
+        """Delete the rows about trained revisions of these experiences."""
         table = tables.trained_revisions
         for part in portions(experiences):
             await tx.execute(delete(table).where(table.c.experience.in_(part)))
 
     async def store(self, tx: AsyncConnection) -> None:
-        """Write all rows except steps."""
+        """Write the collected rows, except those of training steps, to the database."""
         await upsert_all(tx, tables.feedback, ("session", "partition", "log_offset"), self._feedback)
         await upsert_all(tx, tables.trained_revisions, ("lineage", "save", "experience", "revision"), self.trained)
         if self._items:

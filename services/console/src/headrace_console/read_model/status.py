@@ -35,7 +35,7 @@ _TURNS_KEPT = 256
 
 
 class CountKey(NamedTuple):
-    """Key of a row of `counts`."""
+    """Primary key of a row of the table `counts`, which counts turns."""
 
     tenant: int
     model: int

@@ -93,7 +93,7 @@ class OftenEqual(TypeDecorator[Any]):
         return None if value == self.frequent and dialect.name == "postgresql" else value
 
     def process_result_value(self, value: Any, dialect: Any) -> Any:
-        """Return the most frequent value for NULL."""
+        """Return the value of a stored column, with the most frequent value in place of NULL."""
         return self.frequent if value is None else value
 
 

@@ -48,11 +48,11 @@ class ReplicaReader:
         """Return the versions of a model whose logprobs a replica computes now."""
         return _versions(model, [replica for replica in self._live() if replica.scores])
 
-    def served(self, model: str) -> list[str]:
+    def served_versions(self, model: str) -> list[str]:
         """Return the versions of a model that a replica serves now."""
         return _versions(model, self._live())
 
-    def cached(self, answer: Answer) -> Sequence[float]:
+    def cached_logprobs(self, answer: Answer) -> Sequence[float]:
         """Return the logprobs of an answer that were computed within the last hour, or an empty sequence."""
         entry = self._cache.get(answer)
         if entry is None or self._clock.monotonic_s() - entry[0] >= _CACHE_S:

@@ -32,7 +32,7 @@ class Thumb:
 
 @dataclass(frozen=True, slots=True)
 class ThumbedRun:
-    """A run that people have rated."""
+    """A run that people have rated, with its features and thumbs."""
 
     trajectory_id: str
     features: Features

@@ -90,17 +90,21 @@ class FittedThumbs(FittedModel):
         if self.fit_facts.silent is not None:
             return None
         row = [1.0, *(column.of(features) for column in self.columns)]
-        value, low, high = self._likely(row)
+        value, low, high = self._probability_interval(row)
         if high - low > self.requirements.width_max:
             return None
         rewarded = [0.0 if column.controlled else number for column, number in zip(self.columns, row[1:], strict=True)]
-        return QualityEstimate(value, low, high, self._likely([1.0, *rewarded])[0])
+        return QualityEstimate(value, low, high, self._probability_interval([1.0, *rewarded])[0])
 
-    def _likely(self, row: Sequence[float]) -> tuple[float, float, float]:
-        """Return the probability that a run is good, moderated by the uncertainty of the weights, and its interval.
+    def _probability_interval(self, row: Sequence[float]) -> tuple[float, float, float]:
+        """Return the probability that a run is good with its confidence interval, including the uncertainty of the
+        weights.
 
         Args:
             row: the run's row of the feature table. A 0 in a column is the mean of all runs.
+
+        Returns:
+            The probability, and the lower and the upper end of the interval.
         """
         middle = math.fsum(weight * value for weight, value in zip(self.weights_D, row, strict=True))
         variance = _MISFIT**2 + math.fsum(
@@ -176,7 +180,7 @@ def _unfitted_model(facts: FitFacts, requirements: FitRequirements, reason: str)
 
 
 def read(payload: bytes) -> FittedThumbs:
-    """Read a serialized model (`RewardModel.read`)."""
+    """Deserialize a fitted model (`RewardModel.read`)."""
     fields = json.loads(payload)
     return FittedThumbs(
         FitFacts(**_with_tuples(fields["facts"])),
