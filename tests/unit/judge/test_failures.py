@@ -83,14 +83,14 @@ async def test_a_poisoned_run_fails_alone(
     llm: FakeLLM, data_dir: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, kind: str, stage: str
 ) -> None:
     if stage == "single":
-        single = ModelJudge.single
+        judge_run = ModelJudge.judge_run
 
         async def judged(self: ModelJudge, rubric: Any, run: Any, tenant: str) -> Any:
             if "poison" in repr(run):
                 raise ERRORS[kind]()
-            return await single(self, rubric, run, tenant)
+            return await judge_run(self, rubric, run, tenant)
 
-        monkeypatch.setattr(ModelJudge, "single", judged)
+        monkeypatch.setattr(ModelJudge, "judge_run", judged)
     elif stage == "store":
         keep = tables.store_verdict
 

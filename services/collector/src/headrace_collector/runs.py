@@ -280,7 +280,7 @@ def groups_by_turn(listings: Sequence[RunListing]) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _ListedGroup:
-    """Turns of listings that overlap, with the number of the last of these listings and the listing itself."""
+    """Turns that overlapping feedback listings name, with the last of these listings and its number."""
 
     turn_ids: set[str]
     number: int

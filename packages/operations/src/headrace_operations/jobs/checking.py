@@ -55,7 +55,7 @@ class CheckedRow(Model):
 
 
 class RowChecker:
-    """One pass over the rows of a job.
+    """One pass over the rows of a job, which checks and tokenizes them.
 
     Args:
         prepared: the job.

@@ -37,7 +37,7 @@ Tick = Callable[[str, int, int], None]
 
 
 def row_order(rows: int, epoch: int, seed: int, *, shuffle: bool) -> list[int]:
-    """Return the positions of an epoch's rows in training order."""
+    """Return the positions of a data set's rows in the order in which an epoch trains them."""
     positions = list(range(rows))
     if shuffle:
         random.Random(f"rows {seed} {epoch}").shuffle(positions)

@@ -84,9 +84,9 @@ def choose_cut(request: Request, report: Report, journal: Journal, merge: Partit
 
 @dataclass(slots=True)
 class Pipeline:
-    """First part of one replay: it reads the records of the range and passes experiences to `sink`.
+    """First step of a replay: it reads the records of the range and passes experiences to `sink`.
 
-    `store` lets the scorer write large experiences to the blob store.
+    If `store` is true, the scorer writes large experiences to the blob store.
     """
 
     request: Request
