@@ -86,9 +86,8 @@ class _Output:
 
 
 async def _work(rescoring: Rescoring, lines: Lines, blobs: BlobStore) -> None:
-    """Read all input lines and write the resulting experiences in the order of the trajectories.
-
-    Up to `_AT_ONCE_MAX` trajectories are scored concurrently.
+    """Read all lines, score up to `_AT_ONCE_MAX` trajectories at a time, and write the results in the order of the
+    lines.
     """
     working: deque[asyncio.Task[Sequence[Experience] | FeaturedRun]] = deque()
     output = _Output(lines, blobs)
@@ -141,8 +140,7 @@ class Rescoring:
     `accept` with the results in the order of the trajectories, and in the end `learned_experiences`.
 
     Args:
-        learning: reward models that already contain runs from before these trajectories. By default they learn from
-            these trajectories alone.
+        learning: reward models with runs from before these trajectories. By default they learn from these alone.
     """
 
     def __init__(self, settings: ScorerSettings, pool: FunctionPool, learning: LearnedReplay | None = None) -> None:
@@ -260,13 +258,7 @@ class Rescoring:
     def _experiences(
         self, trajectory: Trajectory, feedback_set: FeedbackSet, computed: Mapping[EntryKey, SourceReward]
     ) -> list[Experience]:
-        """Return one experience per branch.
-
-        Args:
-            trajectory: the trajectory.
-            feedback_set: the feedback about it.
-            computed: rewards of reward functions and of the reward model.
-        """
+        """Return one experience per branch from `computed`, the rewards of reward functions and of the reward model."""
         settings = self._settings
         entries = entries_of(feedback_set, store.branch_answers(trajectory), settings.labels, CORRECTIONS_MAX)
         rewards = {**self._bus_and_feedback_rewards(trajectory, entries), **computed}
@@ -293,11 +285,7 @@ class Rescoring:
         )
 
     def _add_reward(self, reward: Reward) -> None:
-        """Store a reward from an input line, except in two cases.
-
-        It is ignored if a higher revision is stored, or if its source is a function or model that rescoring runs
-        itself.
-        """
+        """Store a reward line unless a higher revision is stored or rescoring computes rewards of its source itself."""
         rewards = self._rewards[reward.trajectory_id, reward.tenant]
         choice = ANY_CHOICE if reward.choice is None else reward.choice
         key = EntryKey.reward(reward.source, reward.turn_id or "", choice)
@@ -342,11 +330,7 @@ class Rescoring:
     async def _call_functions(
         self, trajectory: Trajectory, value: bytes, feedback_set: FeedbackSet
     ) -> tuple[dict[EntryKey, SourceReward], list[ledger.Row]]:
-        """Call all reward functions for a trajectory.
-
-        Returns:
-            The rewards by ledger key, as input of the reward policy, and the same rewards as rows of the ledger.
-        """
+        """Call all reward functions. Return their rewards as input of the reward policy, and as rows of the ledger."""
         rewards: dict[EntryKey, SourceReward] = {}
         rows = []
         feedback = tuple(event.to_json().decode() for event in feedback_set.all)
