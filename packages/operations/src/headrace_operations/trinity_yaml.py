@@ -224,7 +224,7 @@ class Conversion:
     data: dict[str, Any] = field(default_factory=dict)
     """Values for the program that plays, such as the location of tasks and the number of steps."""
     keys: dict[str, str] = field(default_factory=dict)
-    """Name in `settings` or `data` to the key that it comes from."""
+    """Key of Trinity's file for each name in `settings` and `data`."""
     idle: list[tuple[str, str]] = field(default_factory=list)
     """Keys without an effect in Headrace, with the reason."""
 

@@ -28,7 +28,7 @@ class TurnState:
     no_logprobs: str | None = None
     """Why algorithms that need logprobs leave the turn out; None if they train it."""
     tokens: tuple[TokenKind, int] = ("left_out", 0)
-    """How the tokens of its answers were sampled, and their number."""
+    """How the tokens of the turn's answers were sampled, and their number."""
     experiences: list[str] = field(default_factory=list)
 
 
@@ -92,9 +92,9 @@ class CapturedTurn:
     no_logprobs: str | None = None
     """The reason why algorithms that need logprobs leave the turn out; None if they train it."""
     in_sampled_branch: bool = False
-    """Whether another answer of its branch has logprobs, so that a value of the turn may train that answer."""
+    """Whether another answer in the turn's branch has logprobs, so that a value of the turn may train that answer."""
     learns: LearnedSignals | None = None
-    """The signals that the trainer of its model learns from, or None if it did not announce them."""
+    """Signals from which the trainer of the turn's model learns, or None if the trainer did not announce them."""
 
     def unused_reason(self, kind: Kind) -> str | None:
         """Return the reason why feedback about the turn trains nothing, or None if it may be trained."""

@@ -17,7 +17,7 @@ Reply = tuple[TurnFacts, int]
 _Evidence = tuple[bytes, frozenset[str]]
 """Tokens of a conversation with its answer, and the ids of its tool calls."""
 _Candidate = tuple[bool, int, int, str, int, TurnFacts]
-"""Sort key of an answer, the best one first, and its turn."""
+"""Sort key of an answer (best answer first), followed by the answer's turn."""
 
 
 class EqualReplies:

@@ -99,7 +99,7 @@ class TurnContent:
     prompt: bytes
     """Token ids as int32, so that a prefix of a sequence is a prefix of its bytes."""
     sequences: tuple[bytes, ...]
-    """For each choice, prompt and sampled ids."""
+    """For each choice, the token ids of the prompt and of the answer, as int32."""
     messages: tuple[Message, ...]
     answers: tuple[Message, ...]
     """The message of each choice."""
@@ -170,7 +170,7 @@ class TurnFacts:
     retry: int
     delivered: bool
     log_offset: int
-    """Its offset on `turns`, which orders turns independently of all clocks."""
+    """Offset of the turn on `turns`, which orders turns independently of all clocks."""
     time_ms: int
     seen_ms: int
     """Time at which this service first processed the turn."""
@@ -186,16 +186,16 @@ class TurnFacts:
     repeats: str | None = None
     """The earlier turn whose request the call repeats."""
     trajectory_id: str | None = None
-    """The trajectory that contains it; None while its run is open."""
+    """Id of the trajectory that contains the turn; None while the turn's run is open."""
     extends: str | None = None
-    """The id of the turn that it extends."""
+    """Id of the turn that this turn extends, or None."""
     shared_messages: int = 0
     sequences: int = 1
-    """Number of its completions that may begin a sequence of their own, because they continue no other one."""
+    """Number of completions of the turn that may begin a token sequence, because they continue no other completion."""
     added_tokens: int = 0
-    """Number of its tokens that the turn that it extends does not have."""
+    """Number of tokens of the turn without those that it shares with the turn that it extends."""
     base: TurnFacts | None = field(default=None, compare=False, repr=False)
-    """The turn that it extends, if that one was read, too."""
+    """Facts about the turn that this turn extends, if they were read too."""
     opening: bytes = field(init=False, compare=False, repr=False)
     """Digest of the first message."""
 

@@ -19,7 +19,7 @@ class OrderedFeedback:
     turns_until: int
     """End offset of `turns` when the feedback was given: earlier turns existed then."""
     event_id: str = ""
-    """The `event_id` of its row."""
+    """Column `event_id` of the feedback's row."""
 
 
 def listings_in(feedback: Sequence[OrderedFeedback]) -> list[RunListing]:

@@ -33,7 +33,7 @@ _BRANCH_TOKENS_MAX = 4_000_000
 _COMPLETIONS_MAX = 4000
 """Number of open completions at which a session is closed: a branch holds 4,096 spans."""
 _ADDED_TOKENS_MAX = 64_000_000
-"""Number of tokens that the open turns of a session add, at which it is closed. It bounds the memory of closing it."""
+"""Number of tokens that the open turns of a session add, at which the session is closed. It limits memory use."""
 ENDS_OF = {"session-ends": ("turns", "feedback"), "feedback": ("turns",)}
 """Topics whose earlier records an end must not overtake. Feedback may list the turns of a run, so an end waits for it,
 too."""

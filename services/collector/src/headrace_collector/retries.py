@@ -43,7 +43,7 @@ def superseded_turns(turns: Sequence[TurnFacts]) -> dict[str, str]:
 
 
 _Rated = tuple[bool, int, int, int, str]
-"""Sort key of an attempt, the best one first, and its turn id."""
+"""Sort key of an attempt (best attempt first), followed by its turn id."""
 
 
 class _Attempts:
@@ -55,7 +55,7 @@ class _Attempts:
         self._unused: list[_Rated] = []
         """Heap of the attempts that were not delivered, or whose answers no turn continues; the best one is first."""
         self._used: dict[bytes, dict[frozenset[bytes], list[_Rated]]] = defaultdict(dict)
-        """Heaps of the other ones, by the smallest of the continued answers and by all of them."""
+        """Heaps of the other attempts, by their smallest continued answer and by all their continued answers."""
 
     def add(self, turn: TurnFacts) -> None:
         """Add an attempt that a retry with a higher count may replace."""

@@ -38,7 +38,7 @@ class SessionRun:
 
     turns: tuple[TurnFacts, ...]
     models: int
-    """Number of models that the run called; each has a trajectory of its own."""
+    """Number of models that the run called. Each model's turns become a separate trajectory."""
     is_side_call: bool = False
     """Whether the calls of the run are no part of the client's task."""
 

@@ -48,9 +48,9 @@ class LensToken:
     text: str
     kind: str
     then: float | None = None
-    """Logprob with which the engine sampled it, or None if there is none."""
+    """Logprob of the token at the time of the call, or None if it is not known."""
     now: float | None = None
-    """Logprob under the weights of another version, or None if it was not computed."""
+    """Logprob of the token under the weights of another version, or None if it was not computed."""
     colour: str = ""
     """CSS class of the colour."""
 

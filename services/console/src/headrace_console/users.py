@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Role = Literal["rater", "viewer", "reviewer", "operator"]
-"""From the fewest rights to the most. A role includes the rights of those before it."""
+"""Roles from the fewest rights to the most. A role includes the rights of the roles before it."""
 _ROLES: tuple[Role, ...] = get_args(Role)
 
 

@@ -74,7 +74,7 @@ class _Part(BaseModel):
 
 class _Message(BaseModel):
     content: str | list[_Part] | None = None
-    """Some endpoints return parts, with reasoning among them. Only texts are read."""
+    """Text or list of parts. Some endpoints return parts that include reasoning; only texts are read."""
     refusal: object = None
 
     @property

@@ -19,7 +19,7 @@ from headrace_schemas import Feedback
 from headrace_schemas.values.bounds import merge_contexts
 
 EVENTS_MAX = 256
-"""Largest number of feedback events about a trajectory that count, and about its task. The newest count."""
+"""Largest number of feedback events about a trajectory, and about its task, that count. The newest events count."""
 _BYTES_MAX = 8 << 20
 """JSON bytes of these events together. The newest event counts, whatever its size."""
 _VALUES_MAX = 32_768
@@ -52,7 +52,7 @@ class PlacedFeedback:
     turns_until: int | None = None
     trajectories_until: int | None = None
     size_bytes: int = 0
-    """Bytes of its JSON."""
+    """Size of the event's JSON in bytes."""
 
     @property
     def value_count(self) -> int:
@@ -71,7 +71,7 @@ class ClosedTrajectory:
     offset: int
     """Offset on `trajectories`."""
     began: int | None
-    """Offset of its first turn on `turns`. None if it was ingested: then it began when it was sent."""
+    """Offset, on `turns`, of the trajectory's first turn. None if it was ingested: then it began when it was sent."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,14 +193,14 @@ class Agent:
     """Lines that configure one agent for the gateway, and the file to which `--write` adds them."""
 
     destination: str
-    """Where the printed lines belong."""
+    """Text that tells users where to put the printed lines."""
     lines: Callable[[Connection], str]
     file: str
     """The file that `--write` changes: in the home directory, or in the working directory."""
     merge: Callable[[str, str], str]
     """Returns the file's text with the agent's lines."""
     file_lines: Callable[[Connection], str] | None = None
-    """The lines of the file, where they differ from the printed ones."""
+    """Function that builds the lines for the file, or None if they are the printed lines."""
 
 
 AGENTS: dict[str, Agent] = {

@@ -60,7 +60,7 @@ class Opponent(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     label: Annotated[str, Field(min_length=1)]
-    """Label of its version, which the agent calls as `NAME:LABEL`."""
+    """Label of the opponent's version, which the agent calls as `NAME:LABEL`."""
 
 
 class Recipe(BaseModel):

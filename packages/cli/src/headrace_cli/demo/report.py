@@ -71,7 +71,7 @@ class Report:
     """Further measures of the recipe, of the first and the last version."""
     shown: ShownTask | None = None
     rows: tuple[Row, ...] = ()
-    """The same measures at each row of the recipe."""
+    """Measures at each point of the recipe's rows."""
     checks: tuple[CheckResult, ...] = ()
     """Results of the checks without services."""
 

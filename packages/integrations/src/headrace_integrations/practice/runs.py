@@ -78,7 +78,7 @@ class Run:
         """Model name that calls must use."""
         self.result: Any = None
         self.error: str | None = None
-        """Why the run failed and has no reward. A failure never counts as a reward of 0."""
+        """Reason why the run failed and has no reward, or None. A failure never counts as a reward of 0."""
         self.rewards: dict[str, AgentReward] = {}
         self._client = client
         self._purpose = purpose

@@ -10,7 +10,7 @@ from typing import Literal
 from headrace_schemas import Experience
 
 Change = Callable[[Sequence[Experience], random.Random], list[Experience]]
-"""Function from experiences with rewards, in order, to those that are trained instead."""
+"""Function that returns the experiences to train in place of the recorded ones, which are in order."""
 Expected = Literal["better", "same", "not better", "worse", "open"]
 """Expected change of the held-out score, compared with the model before training."""
 ZERO_RATE = 1e-300

@@ -42,7 +42,7 @@ class Recording:
 
     experiences: Sequence[Experience]
     version: str
-    """Version that sampled all of them; empty without experiences."""
+    """Version that sampled all experiences; empty if there are none."""
     later: int
     """Number of experiences that are left out because another version sampled at least a part of them."""
 

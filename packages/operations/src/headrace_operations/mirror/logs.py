@@ -24,7 +24,7 @@ _BATCH_BYTES_MAX = 8_388_608
 _PADDING_BATCH_ROWS = 100_000
 _PADDING_TIME_MS = 1
 Rows = dict[bytes | None, tuple[int, Row]]
-"""Key to the offset and contents of its newest record, tombstones included; oldest first."""
+"""Offset and contents of the newest record of each key, including tombstones; the oldest record first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from aiokafka import TopicPartition
 
 Positions = dict[str, dict["TopicPartition", tuple[int, str]]]
-"""Group to its next offset and metadata for each partition."""
+"""Next offset and metadata of each consumer group for each partition."""
 Report = Callable[[str, int, int], None]
 """Called with the activity, the completed amount and the total amount."""
 

@@ -43,7 +43,7 @@ class Item:
     key: bytes | None = None
     headers: tuple[tuple[str, bytes | None], ...] = ()
     cuts: tuple[int, ...] = ()
-    """Sizes of the batches that the original lineage cut after it, in order."""
+    """Sizes of the batches that the original lineage cut after the experience, in order."""
     left_out: tuple[str, ...] = ()
     """Experiences that the original lineage left out of these batches."""
 

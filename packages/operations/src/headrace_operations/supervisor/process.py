@@ -75,7 +75,7 @@ class Limits:
     stable_s: float = 60.0
     """A service that ran this long restarts after `first_pause_s` again."""
     stop_timeout_s: float = 25.0
-    """Time that services may take to stop before they are killed."""
+    """Seconds after which services that have not stopped are killed."""
     health_interval_s: float = 0.2
     """Interval of health checks of a service that is not ready; a ready service is checked a tenth as often."""
     health_timeout_s: float = 1.0

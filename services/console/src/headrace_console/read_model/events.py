@@ -38,7 +38,7 @@ TITLE_LENGTH = 80
 _ERROR_LENGTH_MAX = 300
 _EDIT_DIGITS = 8
 _THUMB_THRESHOLD = 0.5
-"""A value above it is a thumb up, a value below it a thumb down."""
+"""Threshold of feedback values: a higher value is a thumb up, a lower value a thumb down."""
 
 
 class EventEffects:

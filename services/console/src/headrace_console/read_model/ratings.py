@@ -262,7 +262,7 @@ class AnsweredItem:
     by_rater: dict[str, Hashable] = field(default_factory=dict)
     """Valid answer by rater: a number for a score, otherwise a text."""
     by_judge: dict[str, Hashable] = field(default_factory=dict)
-    """Answer by judge, as its reward implies it."""
+    """Answer that the reward of each judge implies, by judge."""
     verdicts: list[Row] = field(default_factory=list)
     """All verdicts, in the order of their numbers."""
 

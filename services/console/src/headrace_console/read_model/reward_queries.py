@@ -31,7 +31,7 @@ class SourceRewards:
     mean: float | None
     """Mean of the values whose sum is stored, or None if there are none."""
     averaged: int
-    """Number of these values. An old release counted the others without their sum."""
+    """Number of rewards in the mean. An old release counted further rewards without their sum."""
 
 
 async def rewards_by_source(tx: AsyncConnection, tenant: int, since_hour: int) -> dict[str, SourceRewards]:

@@ -39,7 +39,7 @@ class SessionRow:
     task_id: str | None = None
     title: str | None = None
     edits: Sequence[str] = ()
-    """Digests of the valid edits of its answers, at most `EDITS_MAX`."""
+    """Digests of the valid edits of the session's answers, at most `EDITS_MAX`."""
     read_day: int = 0
 
 
@@ -143,7 +143,7 @@ class LetterRow:
 NAMES_MAX = 100_000
 """Number of stored texts from which on new sources and versions share the number of `OTHER`."""
 _REASONS_MAX = 10_000
-"""Number of further texts from which on new reasons and other words of events share it too."""
+"""Number of further texts beyond which new reasons and other words of events share one number too."""
 _IDENTITIES_MAX = 10_000
 """Number of further texts from which on a new tenant, model or lineage is refused."""
 OTHER = "(other)"

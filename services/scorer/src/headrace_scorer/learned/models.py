@@ -139,7 +139,7 @@ class Column:
 PREFIX = "learned:"
 Share = Annotated[float, Field(gt=0, le=1)]
 THUMBS_MAX = 4000
-"""Runs with thumbs that it learns from. The newest count."""
+"""Largest number of runs with thumbs from which a model learns: the newest runs."""
 UNRATED_RUNS_MAX = 1000
 """Newest runs without thumbs that the model compares the rated ones with. They bound the time of a fit."""
 

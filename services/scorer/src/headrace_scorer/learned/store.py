@@ -26,7 +26,7 @@ class TrainingData:
 
     tenant: str
     thumbs: tuple[tuple[str, str, str, float], ...]
-    """For each thumb: the trajectory, its features as JSON, the rater, the value."""
+    """For each thumb: the trajectory's id, the trajectory's features as JSON, the rater, the value."""
     unrated: tuple[str, ...]
     """Features of runs without thumbs, as JSON."""
     new_thumbs: int
