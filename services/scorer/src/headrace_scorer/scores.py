@@ -204,7 +204,7 @@ def experience(
 
     Args:
         rewarded: whether an earlier revision had a reward. Then a missing reward counts as withdrawn.
-        parts: sessions of the run, among which the weight of the run is divided.
+        parts: number of sessions of the run, among which the weight of the run is divided.
     """
     branch = trajectory.branches[index]
     branch_rewards = feedback_entries.rewards_about_branch(source_rewards, branch)

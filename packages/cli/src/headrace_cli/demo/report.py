@@ -50,7 +50,8 @@ class ShownTask:
 class Report:
     """Contents of `reports/demo.json`.
 
-    Success rates are in 0..1, on tasks that selected no version. The counts of turns are those of the turn account.
+    Success rates are in 0..1, on audit tasks, which take part in no decision. Numbers of turns are those of the turn
+    account.
     """
 
     before: float

@@ -48,7 +48,7 @@ async def groups_with_members(side: Side, groups: Collection[str]) -> list[str]:
 async def copy_positions(
     source: Side, target: Side, topics: Mapping[str, Topic], ends: Mapping[TopicPartition, int]
 ) -> Positions:
-    """Set the positions of all groups on the target.
+    """Commit the positions of all consumer groups of the source on the target, and return them.
 
     Raises:
         MirrorConflict: a group has a later position on the target.

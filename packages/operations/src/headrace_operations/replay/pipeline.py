@@ -193,7 +193,10 @@ class Pipeline:
                     await _feed_closed_trajectory(program, entry)
 
     def _is_replayed(self, reward: Reward) -> bool:
-        """Return whether a reward on the topic is used again. Verdicts are not if the judge judges again."""
+        """Return whether a reward on the topic is used again.
+
+        Rewards of the judge are not if the judge judges again.
+        """
         return not (self.request.judge and reward.source.startswith("judge:"))
 
     async def _trajectories(self, merge: PartitionMerge, report: Report) -> AsyncIterator[bytes]:

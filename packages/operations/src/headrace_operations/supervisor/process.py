@@ -47,7 +47,8 @@ class ListeningSocket:
         """Open the socket if it is not open, and return its file descriptor.
 
         Returns:
-            None if the address is not available; the service reports the reason when it binds the address itself.
+            The file descriptor, or None if the address is not available. The service then binds the address itself and
+            reports the reason.
         """
         if self._listener is None:
             family = socket.AF_INET6 if ":" in self._address[0] else socket.AF_INET
