@@ -77,7 +77,7 @@ class TrajectoryCache:
         loaded = {}
         for name, payload in await tx.execute(query.where(trajectories.c.trajectory_id.in_(missing))):
             loaded[name] = await run_off_loop(len(payload), partial(Trajectory.from_stored, payload))
-            self.keep(loaded[name], len(payload))
+            self.add(loaded[name], len(payload))
         return cached | loaded
 
 
