@@ -7,7 +7,7 @@ import gc
 import os
 import ssl
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -115,10 +115,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.long)
 
 
-def pytest_collection_finish() -> None:
-    """Freeze the imported objects, so that no collection between tests has to look through torch again."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Pause garbage collection while test modules are imported, and freeze what they imported.
+
+    Each full collection looks through torch, for half a second: ten of them during the imports, then one between tests.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(10_000)  # each of the many collections costs more than the memory of this many objects
+        gc.enable()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from sqlalchemy import event, text
 from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.util import LRUCache
 
 from headrace_runtime.storage.database import Database, migrate
 
@@ -228,6 +229,19 @@ def _read(node: dict[str, Any], rows_max: int) -> list[str]:
     return wrong
 
 
+_compiled_statements: LRUCache[Any, Any] = LRUCache(2_000)
+
+
+class _SharedStatements:
+    """Compiled statements of SQLite, shared by the engines of all tests in a process."""
+
+    def get(self, key: tuple[object, ...]) -> Any:
+        return _compiled_statements.get(key[1:])
+
+    def __setitem__(self, key: tuple[object, ...], compiled: object) -> None:
+        _compiled_statements[key[1:]] = compiled
+
+
 _pictures: dict[str, bytes] = {}
 """Database file of each package after its migrations ran on an empty database."""
 
@@ -237,6 +251,8 @@ async def make_tables(database: Database, package: str) -> None:
 
     On PostgreSQL, and on an existing file, the migrations run each time.
     """
+    if database.sqlite:
+        database.engine.sync_engine._compiled_cache = _SharedStatements()  # type: ignore[assignment]
     file = Path(database.engine.url.database or "") if database.sqlite else None
     if file is None or file.exists():
         await migrate(database, package)

@@ -298,7 +298,7 @@ async def what_is_unusable_is_refused_by_name_and_disturbs_nobody(ground: Ground
 async def an_unloaded_version_fails_what_it_had_begun_and_nothing_else(ground: Ground, _: Path) -> None:
     engine, another = ground.engine, renamed(ground.versions.other, step=200)
     await engine.load(another.folder, another.manifest)
-    lost = engine.generate(prompt_of(9), Sampling(), another.version, [Start()], stream=True)
+    lost = engine.generate(prompt_of(9), Sampling(max_tokens=250), another.version, [Start()], stream=True)
     other_stream = asyncio.create_task(ground.sample(prompt_of(9), ground.versions.adapter, max_tokens=100))
     await anext(aiter(lost))
     await engine.unload(another.version)

@@ -8,16 +8,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx2
 import openai
 import pytest
+import pytest_asyncio
 
 from headrace_collector.branches import build_branches
 from headrace_runtime.storage.blobs import BlobStore
@@ -28,6 +28,7 @@ from tests.support.processes import wait_until
 from tests.support.servers import BrokerProcess
 from tests.support.service_process import BusView, GatewayProcess, ReplicaProcess, bus_view, wait_healthy
 
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 LENGTH = 120
 CUT_AFTER_BYTES = 8_000
 """Bytes of a response after which it is cut: some thirty tokens as the engine writes them."""
@@ -69,15 +70,24 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 @dataclass
 class GatewayRig:
-    """One replica with two addresses: its own, and one through the proxy that cuts responses."""
+    """One replica with two addresses: its own, and one through the proxy that cuts responses. All tests share it."""
 
     gateway: GatewayProcess
     view: BusView
     scissors: Scissors
 
 
-@contextlib.asynccontextmanager
-async def rig(folder: Path, bus: str) -> AsyncIterator[GatewayRig]:
+@pytest.fixture(scope="module")
+def own_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    broker = BrokerProcess(tmp_path_factory.mktemp("broker"))
+    broker.start()
+    yield broker.address
+    broker.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(tmp_path_factory: pytest.TempPathFactory, own_bus: str) -> AsyncIterator[GatewayRig]:
+    folder, bus = tmp_path_factory.mktemp("rig"), own_bus
     data = folder / "data"
     replica, gateway = ReplicaProcess(data, bus), GatewayProcess(data, bus)
     scissors = Scissors(replica.port)
@@ -130,18 +140,14 @@ async def plain(client: openai.AsyncOpenAI, number: int) -> str:
 
 
 @pytest.mark.long
-async def test_a_cut_stream_of_the_real_engine_is_the_one_that_was_not(
-    tmp_path: Path, mortal_bus: BrokerProcess
-) -> None:
+async def test_a_cut_stream_of_the_real_engine_is_the_one_that_was_not(rig: GatewayRig) -> None:
     """Sampling is greedy, so that a resumed stream has the tokens of a complete answer."""
-    async with rig(tmp_path, mortal_bus.address) as running_rig:
-        async with openai.AsyncOpenAI(
-            base_url=f"{running_rig.gateway.url}/v1", api_key="none", max_retries=0
-        ) as client:
-            streamed = await asyncio.gather(*(stream(client, number) for number in range(8)))
-            assert running_rig.scissors.cuts > 0, "no stream went through the scissors"
-            uncut = await asyncio.gather(*(plain(client, number) for number in range(8)))
-        turns = await running_rig.view.read(Turn)
+    cuts = rig.scissors.cuts
+    async with openai.AsyncOpenAI(base_url=f"{rig.gateway.url}/v1", api_key="none", max_retries=0) as client:
+        streamed = await asyncio.gather(*(stream(client, number) for number in range(8)))
+        assert rig.scissors.cuts > cuts, "no stream went through the scissors"
+        uncut = await asyncio.gather(*(plain(client, number) for number in range(8)))
+    turns = [turn for turn in await rig.view.read(Turn) if turn.run_id in ("streamed", "plain")]
     assert streamed == uncut
     by_run = {(turn.session_id, turn.run_id): turn for turn in turns}
     assert len(by_run) == len(turns) == 16
@@ -162,32 +168,32 @@ SCHEMA = {
 FUNCTION = {"name": "mark", "parameters": SCHEMA}
 
 
-async def test_held_answers_and_responses_of_the_real_engine(tmp_path: Path, mortal_bus: BrokerProcess) -> None:
+async def test_held_answers_and_responses_of_the_real_engine(rig: GatewayRig) -> None:
     """The package requests a schema and a forced call, and both again over the Responses API, plain and streamed."""
     forms: Any = {"type": "json_schema", "json_schema": {"name": "mood", "schema": SCHEMA, "strict": True}}
     tools: Any = [{"type": "function", "function": FUNCTION}]
     forced: Any = {"type": "function", "function": {"name": "mark"}}
     messages: Any = [{"role": "user", "content": "How are you?"}]
-    async with rig(tmp_path, mortal_bus.address) as running_rig:
-        beat = (await running_rig.view.read(Replica))[-1]
-        assert beat.grammars == ("response_format", "tool_choice")
-        async with openai.AsyncOpenAI(
-            base_url=f"{running_rig.gateway.url}/v1", api_key="none", max_retries=0
-        ) as client:
-            chat = client.chat.completions
-            written = await chat.create(model="tiny", messages=messages, response_format=forms)
-            called = await chat.create(model="tiny", messages=messages, tools=tools, tool_choice=forced)
-            text: Any = {"format": {"type": "json_schema", "name": "mood", "schema": SCHEMA}}
-            response = await client.responses.create(model="tiny", input=messages, text=text)
-            tool: Any = [{"type": "function", **FUNCTION}]
-            async with client.responses.stream(
-                model="tiny", input=messages, tools=tool, tool_choice={"type": "function", "name": "mark"}
-            ) as stream:
-                streamed = await stream.get_final_response()
-            bad: Any = {"format": {**text["format"], "schema": {"not": {}}, "strict": True}}
-            with pytest.raises(openai.BadRequestError, match="Unimplemented keys"):
-                await client.responses.create(model="tiny", input=messages, text=bad)
-        turns = await running_rig.view.read(Turn)
+    beat = (await rig.view.read(Replica))[-1]
+    assert beat.grammars == ("response_format", "tool_choice")
+    own_session = {"X-Session-Id": "held"}
+    async with openai.AsyncOpenAI(
+        base_url=f"{rig.gateway.url}/v1", api_key="none", max_retries=0, default_headers=own_session
+    ) as client:
+        chat = client.chat.completions
+        written = await chat.create(model="tiny", messages=messages, response_format=forms)
+        called = await chat.create(model="tiny", messages=messages, tools=tools, tool_choice=forced)
+        text: Any = {"format": {"type": "json_schema", "name": "mood", "schema": SCHEMA}}
+        response = await client.responses.create(model="tiny", input=messages, text=text)
+        tool: Any = [{"type": "function", **FUNCTION}]
+        async with client.responses.stream(
+            model="tiny", input=messages, tools=tool, tool_choice={"type": "function", "name": "mark"}
+        ) as stream:
+            streamed = await stream.get_final_response()
+        bad: Any = {"format": {**text["format"], "schema": {"not": {}}, "strict": True}}
+        with pytest.raises(openai.BadRequestError, match="Unimplemented keys"):
+            await client.responses.create(model="tiny", input=messages, text=bad)
+    turns = [turn for turn in await rig.view.read(Turn) if turn.session_id == "held"]
     assert called.choices[0].message.tool_calls
     call, item = called.choices[0].message.tool_calls[0], streamed.output[0]
     assert called.choices[0].finish_reason == "tool_calls"
@@ -248,12 +254,10 @@ async def responses_loop(base_url: str) -> None:
             previous = last.response.id
 
 
-@pytest.mark.timeout(300)
-async def test_a_conversation_is_one_branch_of_exact_tokens(tmp_path: Path, mortal_bus: BrokerProcess) -> None:
-    async with rig(tmp_path, mortal_bus.address) as running:
-        await messages_loop(running.gateway.url)
-        await responses_loop(running.gateway.url)
-        turns = await running.view.read(Turn)
+async def test_a_conversation_is_one_branch_of_exact_tokens(rig: GatewayRig) -> None:
+    await messages_loop(rig.gateway.url)
+    await responses_loop(rig.gateway.url)
+    turns = await rig.view.read(Turn)
     for session in ("claude", "codex"):
         session_turns = [turn for turn in turns if turn.session_id == session]
         assert len(session_turns) == STEPS

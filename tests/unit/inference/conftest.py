@@ -25,6 +25,7 @@ from headrace_inference.http.completions import Completions
 from headrace_inference.http.routes import Api, RequestBounds, Served
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
+from headrace_inference.torch_engine.program import Program
 from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage import versions
@@ -94,14 +95,23 @@ def grammars() -> Iterator[GrammarCompiler]:
 MakeEngine = Callable[..., Awaitable[TorchEngine]]
 
 
+@pytest.fixture(scope="session")
+def traced_programs() -> dict[str, dict[str, Program | None]]:
+    """Return the forward passes that engines with equal settings have traced, as each trace takes 0.1 s."""
+    return {}
+
+
 @pytest.fixture
-async def make_engine(models: Models) -> AsyncIterator[MakeEngine]:
+async def make_engine(
+    models: Models, traced_programs: dict[str, dict[str, Program | None]]
+) -> AsyncIterator[MakeEngine]:
     """Return a function that starts an engine with the given settings and loads `first`. Engines stop after the
     test."""
     engines: list[TorchEngine] = []
 
     async def make(**settings: object) -> TorchEngine:
         engine = TorchEngine(TorchSettings.model_validate({"device": "cpu", **settings}))
+        engine._loader._programs._programs = traced_programs.setdefault(str(settings), {})
         engines.append(engine)
         await engine.load(models.first.folder, models.first.manifest)
         return engine

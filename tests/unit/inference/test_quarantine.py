@@ -37,16 +37,19 @@ class PoisonedError(Exception):
     """Error that the model's code raises in these tests."""
 
 
+@pytest.fixture(scope="module")
+def healthy_model(models: Models) -> Model:
+    loader = Loader(torch.device("cpu"), torch.float32, 2048, trace=True)
+    return loader.load(models.first.folder, models.first.manifest, None, None)
+
+
 @pytest.fixture
-def model(models: Models, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
+def model(healthy_model: Model, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
     """Yield the tiny model. Its prefill raises for a row with all tokens of `POISON`, its decode at the position
     `FAR`."""
-    loaded = Loader(torch.device("cpu"), torch.float32, 2048, trace=True).load(
-        models.first.folder, models.first.manifest, None, None
-    )
-    poison(loaded, monkeypatch)
+    poison(healthy_model, monkeypatch)
     with torch.inference_mode():
-        yield loaded
+        yield healthy_model
 
 
 def poison(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
