@@ -26,12 +26,13 @@ from headrace_inference.importer import Importer
 from headrace_inference.settings import InferenceSettings
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings.sections import Common
-from headrace_runtime.storage import base_models
+from headrace_runtime.storage import base_files, base_models
 from headrace_runtime.storage.base_files import ORIGIN_FILE, find_converted
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.model_folder import find_folder_problems, stored_tensors
 from headrace_schemas.programs import FolderLine
 from headrace_trainer.check import check
+from headrace_trainer.gguf import convert
 from headrace_trainer.settings import TrainerSettings
 from tests.architectures.catalog import CATALOG, Architecture
 from tests.architectures.program import table, try_architecture, verdicts, written
@@ -332,6 +333,8 @@ def test_quantized_weights_of_a_package_are_stored_as_the_numbers_they_mean(
     (package / "__init__.py").write_text("raise AssertionError('a base needs no import of its package')\n")
     source = write_gguf(original, package / "inside" / "q8.gguf", quantized=True)
     monkeypatch.syspath_prepend(str(tmp_path))
+    # The other test runs the program of the conversion, which imports torch for five seconds.
+    monkeypatch.setattr(base_files, "_run_converter", lambda _base, file, folder: convert(file, folder))
     folder = base_models.resolve("package:some_models/inside/q8.gguf", tmp_path / "data")
     stored = load_file(folder / "model.safetensors")
     reader = {tensor.name: tensor for tensor in gguf.GGUFReader(source).tensors}
