@@ -74,7 +74,7 @@ class Visit:
 
     @property
     def edits(self) -> int:
-        return sum(event.about == "edit" for event in self.feedback)
+        return sum(event.feedback_kind == "edit" for event in self.feedback)
 
 
 class Visitor(CapturingClient):

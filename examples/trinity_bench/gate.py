@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from example_parts.examining import standard_input
-from headrace_schemas.programs import Play, Played, Tasks
+from headrace_schemas.programs import Play, PlayResult, Tasks
 from trinity_bench.bench import Benches, benches
 from trinity_bench.processes import BenchFailed
 from trinity_bench.settings import Row, Settings, Unusable, read, rows
@@ -71,7 +71,7 @@ async def _answer_requests(running: Benches, requests: list[Play], rows_by_task:
 
 async def _answer(running: Benches, version: str, plays: Mapping[Play, Row]) -> None:
     for play, score in (await running.run(version, plays)).items():
-        print(Played(**play.model_dump(), score=score).model_dump_json(), flush=True)
+        print(PlayResult(**play.model_dump(), score=score).model_dump_json(), flush=True)
 
 
 def main() -> None:

@@ -81,7 +81,11 @@ def _withdrawal_unheard() -> Iterator[None]:
 def _edits_stay(feedback_set: FeedbackSet, *rest: Any) -> Any:
     return _EDITS(
         FeedbackSet(
-            tuple(feedback for feedback in feedback_set.all if not (feedback.about == "edit" and feedback.withdrawn))
+            tuple(
+                feedback
+                for feedback in feedback_set.all
+                if not (feedback.feedback_kind == "edit" and feedback.withdrawn)
+            )
         ),
         *rest,
     )

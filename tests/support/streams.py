@@ -33,7 +33,7 @@ from headrace_runtime.stream.stream_service import StreamService
 from headrace_schemas import Branch, Dialogue, Event, Message, Reward, Span, Trajectory
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX, BlobRef
-from headrace_schemas.values.ids import giver_of, session_key
+from headrace_schemas.values.ids import reserved_producer, session_key
 from tests.support.fake_llm import FakeLLM
 from tests.support.remembered import make_tables
 from tests.support.turns import START
@@ -101,7 +101,7 @@ class Service:
 
 def producer_of(event: Event) -> str:
     """Return the name of the producer of an event: for a reward its service, otherwise a service of ours."""
-    giver = giver_of(event.source) if isinstance(event, Reward) else None
+    reserved = reserved_producer(event.source) if isinstance(event, Reward) else None
     return f"headrace/{giver or 'test'}"
 
 
@@ -133,7 +133,7 @@ class Bench:
         if value is not None and len(value) > PAYLOAD_BYTES_MAX:
             ref = self.processor.blobs.put(value)
             value, dataref = ref.model_dump_json().encode(), ref.uri
-        headers = Envelope.of(event, producer or producer_of(event), dataref=dataref).headers() if event else ()
+        headers = Envelope.of(event, producer or reserved_producer(event), dataref=dataref).headers() if event else ()
         key = event.key.encode() if event else None
         records.append(Record(topic, partition, len(records), key, value, headers))
         return records[-1]

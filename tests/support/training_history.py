@@ -22,13 +22,13 @@ from headrace_schemas import (
     Checkpoint,
     Event,
     Experience,
-    Read,
-    Restored,
+    PartitionRead,
+    RestoredOutcome,
+    RevertedOutcome,
     RewardPart,
     TrainingMetrics,
     TrainingOutcome,
     Trajectory,
-    Undone,
 )
 from headrace_schemas.values.blobs import BlobRef
 from headrace_schemas.values.ids import session_key
@@ -112,8 +112,8 @@ class History:
         outcomes = [
             self._outcome(name, None if name in trained else self.chance.choice(REASONS)) for name in batch_names
         ]
-        undone: list[Undone] = []
-        restored: list[Restored] = []
+        undone: list[RevertedOutcome] = []
+        restored: list[RestoredOutcome] = []
         if self.chance.random() < 0.25:
             undone, restored = self._go_to(self.chance.choice(list(self.contents)))
         self._save(outcomes, undone, restored, publish=self.chance.random() < 0.6)
@@ -134,7 +134,7 @@ class History:
             }
         )
 
-    def _go_to(self, version: str) -> tuple[list[Undone], list[Restored]]:
+    def _go_to(self, version: str) -> tuple[list[RevertedOutcome], list[RestoredOutcome]]:
         """Set the weights to those of `version`. Return the undone and the restored revisions."""
         contents = self.contents[version]
         lost = [name for name in self.held if name not in contents]
@@ -149,12 +149,17 @@ class History:
         self.waiting += [name for name in lost if queued[name]]
         self.head = version
         return (
-            [Undone(experience_id=name[0], revision=name[1], queued=queued[name]) for name in lost],
-            [Restored(experience_id=name[0], revision=name[1]) for name in back],
+            [RevertedOutcome(experience_id=name[0], revision=name[1], queued=queued[name]) for name in lost],
+            [RestoredOutcome(experience_id=name[0], revision=name[1]) for name in back],
         )
 
     def _save(
-        self, outcomes: list[TrainingOutcome], undone: list[Undone], restored: list[Restored], *, publish: bool
+        self,
+        outcomes: list[TrainingOutcome],
+        undone: list[RevertedOutcome],
+        restored: list[RestoredOutcome],
+        *,
+        publish: bool,
     ) -> None:
         version = None
         time = START + timedelta(seconds=self.account)
@@ -172,7 +177,10 @@ class History:
         self.step += 1
         batches = (
             BatchRecord(
-                step=self.step, experiences=max(1, len(outcomes)), digest="0" * 64, read=(Read(partition=0, until=9),)
+                step=self.step,
+                experiences=max(1, len(outcomes)),
+                digest="0" * 64,
+                read=(PartitionRead(partition=0, until=9),),
             ),
         )
         report = TrainingMetrics(

@@ -23,7 +23,8 @@ from headrace_schemas import (
     Feedback,
     LeftOut,
     Message,
-    Restored,
+    RestoredOutcome,
+    RevertedOutcome,
     Sampling,
     SessionEnd,
     Span,
@@ -31,7 +32,6 @@ from headrace_schemas import (
     TrainingOutcome,
     Trajectory,
     Turn,
-    Undone,
     Usage,
 )
 from headrace_schemas.events.turn import TurnReference
@@ -280,14 +280,14 @@ def report(*verdicts: TrainingOutcome, save: int = 0, lineage: str = "main", at_
 
 
 def undoes(name: str, *, revision: int = 0, queued: bool = False, save: int = 1) -> TrainingMetrics:
-    undone = (Undone(experience_id=name, revision=revision, queued=queued),)
+    undone = (RevertedOutcome(experience_id=name, revision=revision, queued=queued),)
     return TrainingMetrics(
         time=START + timedelta(seconds=save), model="m", lineage="main", step=save, account=save, undone=undone
     )
 
 
 def restores(name: str, *, revision: int = 0, save: int = 2) -> TrainingMetrics:
-    restored = (Restored(experience_id=name, revision=revision),)
+    restored = (RestoredOutcome(experience_id=name, revision=revision),)
     return TrainingMetrics(
         time=START + timedelta(seconds=save), model="m", lineage="main", step=save, account=save, restored=restored
     )

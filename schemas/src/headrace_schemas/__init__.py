@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_schemas.lazy import lazily
+from headrace_schemas.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from headrace_schemas.events.chat import (
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
         BatchRecord,
         Checkpoint,
         ModelEvent,
-        Read,
-        Restored,
+        PartitionRead,
+        RestoredOutcome,
+        RevertedOutcome,
         RolloutStep,
         TrainingMetrics,
         TrainingOutcome,
-        Undone,
     )
     from headrace_schemas.events.dead_letter import DeadLetter, DeadLetterDecision
     from headrace_schemas.events.envelope import EVENTS
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from headrace_schemas.events.turn import Choice, SubAgent, TokenGrammar, Turn, UnitAssignment, Usage
     from headrace_schemas.values.base import Event
 else:
-    __getattr__, __dir__ = lazily(
+    __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "headrace_schemas.values.base": ("Event",),
@@ -66,12 +66,12 @@ else:
                 "BatchRecord",
                 "Checkpoint",
                 "ModelEvent",
-                "Read",
-                "Restored",
+                "PartitionRead",
+                "RestoredOutcome",
                 "RolloutStep",
                 "TrainingMetrics",
                 "TrainingOutcome",
-                "Undone",
+                "RevertedOutcome",
             ),
             "headrace_schemas.events.dead_letter": ("DeadLetter", "DeadLetterDecision"),
             "headrace_schemas.events.feedback": ("Feedback", "Reward", "RewardResult", "SessionEnd"),
@@ -121,11 +121,12 @@ __all__ = [
     "LoadedVersion",
     "Message",
     "ModelEvent",
+    "PartitionRead",
     "PreferenceSide",
     "Probe",
-    "Read",
     "Replica",
-    "Restored",
+    "RestoredOutcome",
+    "RevertedOutcome",
     "Reward",
     "RewardPart",
     "RewardResult",
@@ -146,7 +147,6 @@ __all__ = [
     "Trajectory",
     "Turn",
     "TurnReward",
-    "Undone",
     "UnitAssignment",
     "Usage",
 ]

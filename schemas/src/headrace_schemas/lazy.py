@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 
 
-def lazily(
+def lazy_exports(
     package: str, modules: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return the functions `__getattr__` and `__dir__` of `package`, which import a public name on first use.
+    """Return a pair of functions `__getattr__` and `__dir__` for `package` that import a public name on first use.
 
     Args:
         package: the full name of the package.

@@ -8,8 +8,8 @@ program that applies a model's tokenizer and chat template: the first line is `b
 each following line is a `row`, and the program replies `written` or `refused` in the same order.
 
 The gate's program, which plays held-out tasks, writes JSON alone. It first prints one `Tasks`. Then it reads one `Play`
-per line and prints one `Played` for each, in any order and with any number of concurrent plays. It exits at the end of
-its standard input.
+per line and prints one `PlayResult` for each, in any order and with any number of concurrent plays. It exits at the
+end of its standard input.
 
 A replay and `headrace controls` start programs of services. A replay has its own topics, `replay-<lineage>-<topic>`,
 with one partition each, so that their records are ordered.
@@ -135,7 +135,7 @@ class RefusedLine(Model):
 
 
 class Tasks(Model):
-    """The first line of the program: the names of all tasks.
+    """The first line from the gate's program: the names of all tasks.
 
     A task that is listed twice counts twice. Other fields are ignored.
     """
@@ -156,15 +156,15 @@ class Tasks(Model):
 
 
 class Play(Model):
-    """A line to the program: the request to play a task with a version and the random seed `seed`."""
+    """A line to the gate's program: the request to play a task once with a version and a random seed."""
 
     version: Version
     task: Text
     seed: Annotated[int, Field(ge=0, lt=2**31)]
 
 
-class Played(Model):
-    """A line from the program: the score of a play. Other fields are ignored."""
+class PlayResult(Model):
+    """A line from the gate's program: the score of one `Play`. Other fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -191,9 +191,9 @@ def topic_prefix(lineage: str) -> str:
 
 
 class ClosedLine(Model):
-    """A line `closed`: an existing trajectory, whether it is replayed or not.
+    """Input line `closed` of a scorer's replay: a trajectory of the original lineage, whether it is replayed or not.
 
-    The offsets determine with which trajectory of a session its feedback is matched.
+    Its offsets determine with which trajectory of a session feedback is matched.
     """
 
     trajectory_id: str
@@ -210,7 +210,9 @@ class ClosedLine(Model):
 
 
 class FeedbackLine(Model):
-    """A line `feedback`: a feedback event, its offset, and the end offsets at that time (see `Envelope.after`)."""
+    """Input line `feedback` of a scorer's replay: a feedback event, its offset, and the end offsets of `turns` and
+    `trajectories` when it was sent (see `Envelope.after`).
+    """
 
     event: dict[str, JsonValue]
     place: int
@@ -219,7 +221,7 @@ class FeedbackLine(Model):
 
 
 class ScoredLine(Model):
-    """The line `scored`, the last one of the scorer: counts of the results by kind."""
+    """Line `scored`, the last output of a scorer's replay: counts of results by kind."""
 
     trajectories: Annotated[int, Field(ge=0)] = 0
     experiences: dict[str, int] = Field(default_factory=dict)
@@ -231,13 +233,13 @@ class ScoredLine(Model):
 
 
 class JudgedLine(Model):
-    """The line `judged`, the last one of the judge: counts by source and outcome."""
+    """Line `judged`, the last output of a judge's replay: counts of rewards by source and outcome."""
 
     outcomes: dict[str, dict[str, int]] = Field(default_factory=dict)
 
 
 class RecordedBatch(Model):
-    """A line `recorded`: a batch of the original lineage and its result. These lines come first, in order."""
+    """Input line `recorded` of a trainer's replay: a batch of the original lineage and its result, in order."""
 
     digest: Sha256
     left_out: tuple[Text, ...] = ()
@@ -288,7 +290,7 @@ class DryRunLine(Model):
 
 
 class ShortRun(Model):
-    """The line `trained`, the only one of a short training: its versions and outcomes."""
+    """Line `trained`, the only output of a short training for control experiments: its versions and outcomes."""
 
     base: Checkpoint
     last: Checkpoint
@@ -300,14 +302,14 @@ class ShortRun(Model):
     """The reason why `[trainer.health]` stopped the training early."""
 
 
-class Measure(Model):
+class MeasureRequest(Model):
     """A line `measure` to the registry's program: the request for a number of plays of audit tasks with a version."""
 
     version: Version
     plays: Annotated[int, Field(ge=1, le=1_000_000)]
 
 
-class Measured(Model):
+class MeasureResult(Model):
     """A line `measured`: task and score of each play. Tasks, seeds and their order are the same for all versions."""
 
     version: Version

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from headrace_schemas import Checkpoint, Experience, Feedback, ModelEvent, Reward, TrainingMetrics, Trajectory
-from headrace_schemas.events.checkpoint import Read
+from headrace_schemas.events.checkpoint import PartitionRead
 from headrace_schemas.programs import RecordedBatch, recorded_batches
 from headrace_trainer.replay import DryRun
 from tests.simulation.cluster import lessons, saved_lineage, saved_optimizer
@@ -193,7 +193,7 @@ def _journal(cluster: Cluster) -> Iterator[tuple[Experience, tuple[int, ...]]]:
         yield last, cuts
 
 
-def _experiences(cluster: Cluster, reads: tuple[Read, ...], position: dict[int, int]) -> Iterator[Experience]:
+def _experiences(cluster: Cluster, reads: tuple[PartitionRead, ...], position: dict[int, int]) -> Iterator[Experience]:
     for read in reads:
         for event in cluster.log.raw(Experience, read.partition)[position.get(read.partition, 0) : read.until]:
             if event is not None:

@@ -12,13 +12,13 @@ from headrace_schemas import (
     Event,
     Experience,
     Feedback,
+    RevertedOutcome,
     RewardPart,
     Span,
     TrainingMetrics,
     TrainingOutcome,
     Trajectory,
     Turn,
-    Undone,
 )
 from headrace_schemas.values.base import utcnow
 from tests.chaos.client import Acked, ClientLedger, Verdict, digest, tokens_digest
@@ -83,7 +83,7 @@ def test_where_all_is_well_nothing_is_found() -> None:
 def test_what_is_queued_again_may_be_trained_again() -> None:
     world = World()
     name = world.experience.experience_id
-    undone = (Undone(experience_id=name, revision=0, queued=True),)
+    undone = (RevertedOutcome(experience_id=name, revision=0, queued=True),)
     world.trainer = replace(world.trainer, contributions={name: (1, 2)})
     back = world.reported(1).model_copy(update={"verdicts": (), "undone": undone})
     assert world.compare(more=[back, world.reported(2)]).broken == {}

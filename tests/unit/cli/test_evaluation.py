@@ -22,7 +22,7 @@ from headrace_operations.evaluation import tasks as task_files
 from headrace_operations.evaluation.measures import TaskMetric, applicable_metrics, compute_metric, load_metrics
 from headrace_operations.evaluation.runner import EvaluationOptions, bootstrap, evaluate, measure
 from headrace_operations.evaluation.tasks import EvaluationTask, Playthrough, read, splits
-from headrace_schemas.programs import Played, Tasks
+from headrace_schemas.programs import PlayResult, Tasks
 from headrace_statistics.intervals import wilson
 
 SEARCH = {"type": "function", "function": {"name": "search"}}
@@ -370,7 +370,7 @@ def test_a_gate_program_answers_each_play(tmp_path: Path, gateway: Any) -> None:
     first, *lines = output.getvalue().splitlines()
     task_names = Tasks.model_validate_json(first)
     assert {*task_names.gate, *task_names.audit} == {play["task"] for play in plays}
-    played = [Played.model_validate_json(line) for line in lines]
+    played = [PlayResult.model_validate_json(line) for line in lines]
     assert {play.task: play.score for play in played} == {f"{n} + {n}": float(n % 2 == 0) for n in range(1, 21)}
     assert {(play.task, play.seed) for play in played} == {(f"{n} + {n}", n) for n in range(1, 21)}
 

@@ -46,7 +46,7 @@ async def test_p2_turn_with_unequal_lengths_is_dead_lettered(stream: Bench) -> N
     await stream.deliver(stream.append("turns", broken, turn))
     (letter,) = stream.sent(DeadLetter)
     assert letter.reason == "invalid_event"
-    assert "usage says 4" in letter.error
+    assert "usage.completion_tokens = 4" in letter.error
 
 
 async def test_turn_too_long_for_a_branch_is_dead_lettered_at_once(stream: Bench) -> None:

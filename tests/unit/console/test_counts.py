@@ -26,8 +26,8 @@ from headrace_runtime.kafka.wire import Record, encode
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
-from headrace_schemas import Event, Reward, TrainingOutcome, Trajectory, Undone
-from headrace_schemas.events.checkpoint import Restored
+from headrace_schemas import Event, RevertedOutcome, Reward, TrainingOutcome, Trajectory
+from headrace_schemas.events.checkpoint import RestoredOutcome
 from headrace_schemas.values.ids import response_id, session_key
 from tests.support.remembered import make_tables
 from tests.support.seeds import draw_seed
@@ -77,7 +77,7 @@ async def test_counts_equal_each_state_of_the_account(name: str, data_dir: Path)
     await database.close()
 
 
-Outcomes = list[TrainingOutcome | Undone | Restored]
+Outcomes = list[TrainingOutcome | RevertedOutcome | RestoredOutcome]
 
 
 def random_history(chance: random.Random, sessions: int) -> list[Event]:
@@ -95,8 +95,8 @@ def random_history(chance: random.Random, sessions: int) -> list[Event]:
         for save, items in enumerate(lineage_saves):
             changes = {
                 "verdicts": tuple(item for item in items if isinstance(item, TrainingOutcome)),
-                "undone": tuple(item for item in items if isinstance(item, Undone)),
-                "restored": tuple(item for item in items if isinstance(item, Restored)),
+                "undone": tuple(item for item in items if isinstance(item, RevertedOutcome)),
+                "restored": tuple(item for item in items if isinstance(item, RestoredOutcome)),
                 # No two reports have the same time, because then the order would decide which lineage counts.
                 "time": START + timedelta(seconds=2 * save + (lineage == "main")),
             }
@@ -168,11 +168,13 @@ def _outcomes(chance: random.Random, name: str, turn_ids: Sequence[str], revisio
             outcome = outcome.model_copy(update={"left_out": tuple(turn_ids[:1])})
         saves.append([outcome])
         if outcome_kind in ("undone", "queued", "again", "restored"):
-            saves.append([Undone(experience_id=name, revision=revision, queued=outcome_kind in ("queued", "again"))])
+            saves.append(
+                [RevertedOutcome(experience_id=name, revision=revision, queued=outcome_kind in ("queued", "again"))]
+            )
         if outcome_kind == "again":
             saves.append([outcome])
         if outcome_kind == "restored":
-            saves.append([Restored(experience_id=name, revision=revision)])
+            saves.append([RestoredOutcome(experience_id=name, revision=revision)])
     return saves
 
 

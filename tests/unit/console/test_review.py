@@ -216,7 +216,8 @@ async def test_change_from_a_side_to_both_bad_withdraws_the_preference(stand: St
     for number, answer in enumerate(("A", "B", "bad", "same", "undo"), 1):
         assert (await rate(rater, item, answer, number=number)).status_code == 303, answer
     forms = [
-        (event.withdrawn, event.about, event.label, event.level, event.choice is not None) for event in bus.verdicts()
+        (event.withdrawn, event.feedback_kind, event.label, event.level, event.choice is not None)
+        for event in bus.verdicts()
     ]
     assert forms == [
         (False, "preference", None, None, False),

@@ -263,13 +263,13 @@ async def test_edits_of_a_queue_are_feedback_whose_text_is_in_the_event_alone(st
     assert (await rate(rater, second, "same")).headers["location"] == queue
     edit, same = bus.verdicts()
     assert edit.edit is not None
-    assert (edit.edit.text, edit.about, same.label, same.level) == ("secret edit", "edit", "same", "turn")
+    assert (edit.edit.text, edit.feedback_kind, same.label, same.level) == ("secret edit", "edit", "same", "turn")
     async with stand.console.database.transaction() as tx:
         rows = (await tx.execute(select(review_tables.verdicts))).mappings().all()
     assert sorted(row["answer"] for row in rows) == ["edited", "same"], "the console stores no text of an edit"
     assert "edited" in (await reviewer.get(f"{queue}/agreement")).text
     assert (await rate(rater, item, "undo", number=2)).headers["location"] == item
-    assert (bus.verdicts()[-1].withdrawn, bus.verdicts()[-1].about) == (True, "edit")
+    assert (bus.verdicts()[-1].withdrawn, bus.verdicts()[-1].feedback_kind) == (True, "edit")
     assert (await rate(rater, item, "A", number=3)).status_code == 400
 
 

@@ -301,4 +301,4 @@ def test_the_values_of_feedback_are_bounded_on_the_topic_and_at_the_bound_they_a
 def test_what_the_first_releases_sent_is_still_read() -> None:
     assert Feedback.from_json(record(value=1, withdrawn=True)).withdrawn
     old = Feedback.from_json(record(value=1, msg_ids=[A, C], task_id="t"))
-    assert (old.run_sessions, old.lists_a_run, old.about) == (2, True, "value")
+    assert (old.run_sessions, old.lists_a_run, old.feedback_kind) == (2, True, "value")

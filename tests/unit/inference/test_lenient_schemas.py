@@ -38,7 +38,7 @@ from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_runtime.errors import Refused
 from headrace_runtime.grammars.trial import GrammarTrial, TrialFailed
 from headrace_runtime.grammars.vocabulary import GrammarGuide
-from headrace_schemas.http.answer_form import UNHELD_KEYWORDS, ResponseFormat, unheld_keywords
+from headrace_schemas.http.answer_form import UNENFORCED_KEYWORDS, ResponseFormat, unenforced_keywords
 from tests.support.gateway import lenient, strict
 from tests.unit.gateway.test_hidden_fields import USER, parsed
 from tests.unit.inference.conftest import Json as JsonObject
@@ -92,10 +92,10 @@ async def test_types_of_pydantic_are_held_as_far_as_a_grammar_can(
         assert next(iter(json.loads(text))) == "value"
 
 
-@pytest.mark.parametrize("keyword", sorted(UNHELD_KEYWORDS))
+@pytest.mark.parametrize("keyword", sorted(UNENFORCED_KEYWORDS))
 def test_each_unheld_keyword_is_one_that_the_library_leaves_out(keyword: str) -> None:
     schema = keyword_schema(keyword)
-    assert unheld_keywords(schema) == {keyword}
+    assert unenforced_keywords(schema) == {keyword}
     for is_lenient in (False, True):
         text = json.dumps(schema | {"x-guidance": {"lenient": is_lenient}})
         failed, messages = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(text))
@@ -107,7 +107,7 @@ def test_names_and_values_are_not_taken_for_keywords() -> None:
         "properties": {"not": {"enum": [{"if": 1}]}, "if": {"default": {"then": 1}}},
         "$defs": {"contains": {}},
     }
-    assert unheld_keywords(schema) == set()
+    assert unenforced_keywords(schema) == set()
 
 
 @pytest.mark.parametrize("fields", [{}, {"strict": False}, {"strict": True}], ids=str)

@@ -17,7 +17,16 @@ from headrace.errors import HeadraceError, Unreachable, UsageError
 from headrace.evaluation import evaluate, interval, serve_gate
 from headrace.practice import OutcomeWatch, Run, plugged, train_on_tasks
 from headrace_integrations.practice.runs import task_id_of
-from headrace_schemas import Branch, Experience, LeftOut, Span, TrainingMetrics, TrainingOutcome, Trajectory, Undone
+from headrace_schemas import (
+    Branch,
+    Experience,
+    LeftOut,
+    RevertedOutcome,
+    Span,
+    TrainingMetrics,
+    TrainingOutcome,
+    Trajectory,
+)
 from headrace_schemas.values.ids import session_key
 from tests.unit.integrations.conftest import VERSION, Bus, RecordingGatewayStack
 
@@ -94,7 +103,7 @@ async def test_left_out_and_untrained_sessions_have_their_reason(bus: Bus) -> No
 async def test_undone_and_queued_outcomes_are_awaited_again(bus: Bus) -> None:
     watch = OutcomeWatch(RecordingGatewayStack())
     add_turns(bus, "s")
-    undone = Undone(experience_id=Experience.id_of("t-s", 0), revision=0, queued=True)
+    undone = RevertedOutcome(experience_id=Experience.id_of("t-s", 0), revision=0, queued=True)
     bus.add(trajectory("s"), account(1, trained("s")), account(2, undone=(undone,)))
     with pytest.raises(Unreachable):
         await watch.until_known(["s"], 0.0)

@@ -21,7 +21,7 @@ from headrace_registry.settings import GateSettings, RegistrySettings
 from headrace_runtime.errors import SettingError
 from headrace_runtime.process.programs import Lines
 from headrace_runtime.settings.sections import Common
-from headrace_schemas.programs import Measure, Measured, Tasks
+from headrace_schemas.programs import MeasureRequest, MeasureResult, Tasks
 
 CANDIDATE, CHAMPION = "m@c00000000000", "m@d00000000000"
 RULE = GateSettings(margin=0.25, tasks_max=500)
@@ -180,7 +180,7 @@ VERSION = "m@000000000000"
 
 
 async def test_audit_filter_reports_the_task_of_each_play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = b"measure %s\n" % Measure(version=VERSION, plays=5).model_dump_json().encode()
+    request = b"measure %s\n" % MeasureRequest(version=VERSION, plays=5).model_dump_json().encode()
     output = BytesIO()
     monkeypatch.setattr(evaluation, "Lines", lambda: Lines(BytesIO(request), output))
     settings = RegistrySettings.model_validate({"gate": {"command": [sys.executable, "-c", PROGRAM]}})
@@ -188,7 +188,7 @@ async def test_audit_filter_reports_the_task_of_each_play(tmp_path: Path, monkey
     word, _, value = output.getvalue().partition(b" ")
     assert word == b"measured"
     scores = (("a", 0.0), ("b", 0.1), ("c", 0.2), ("a", 0.3), ("b", 0.4))
-    assert Measured.model_validate_json(value) == Measured(version=VERSION, scores=scores)
+    assert MeasureResult.model_validate_json(value) == MeasureResult(version=VERSION, scores=scores)
 
 
 async def test_audit_filter_requires_a_gate_program(tmp_path: Path) -> None:

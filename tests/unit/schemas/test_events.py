@@ -30,7 +30,7 @@ from headrace_schemas import EVENTS, Event, Experience, Feedback, Reward, Trajec
 from headrace_schemas.events.envelope import SEQUENCE_HEADER, Envelope, parse_record, sequence_of, type_of
 from headrace_schemas.generate import JSON_FOLDER, RELEASED_FILE, TOPICS_FILE, breaking_changes, documents
 from headrace_schemas.http.replica_api import Resume
-from headrace_schemas.lazy import lazily
+from headrace_schemas.lazy import lazy_exports
 from headrace_schemas.values.blobs import BlobRef
 from headrace_schemas.values.errors import InvalidEvent
 from tests.support.hostile_json import EXAMPLES_FOLDER, event_examples, kinds_everywhere
@@ -369,7 +369,7 @@ def test_a_type_checker_sees_the_same_names(package: object) -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    get, _ = lazily("headrace_schemas", {"headrace_schemas.values.base": ("Event",)})
+    get, _ = lazy_exports("headrace_schemas", {"headrace_schemas.values.base": ("Event",)})
     with pytest.raises(AttributeError, match="module 'headrace_schemas' has no attribute 'Evnt'"):
         get("Evnt")
     assert not hasattr(headrace_schemas, "Evnt")

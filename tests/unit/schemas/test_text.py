@@ -14,8 +14,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headrace_schemas.values.errors import HIDDEN, HeadraceError, Redactor, is_secret, redacted, redacted_value
-from headrace_schemas.values.linear_pattern import PATTERN_LENGTH_MAX, fits_whole
+from headrace_schemas.values.errors import HIDDEN, HeadraceError, Redactor, is_secret, redact, redact_value
+from headrace_schemas.values.linear_pattern import PATTERN_LENGTH_MAX, matches_whole_text
 from headrace_schemas.values.text import is_storable, printable, storable
 
 HIDING = (
@@ -120,7 +120,7 @@ def test_storable_judges_every_code_point_as_utf_8_does() -> None:
     ],
 )
 def test_what_looks_like_a_secret_is_hidden(text: str) -> None:
-    redacted_text = redacted(text)
+    redacted_text = redact(text)
     assert "PLANTED" not in redacted_text
     assert "NTED" not in redacted_text
     assert HIDDEN in redacted_text
@@ -137,7 +137,7 @@ def test_what_looks_like_a_secret_is_hidden(text: str) -> None:
     ],
 )
 def test_the_rest_stays_as_it_is(text: str) -> None:
-    assert redacted(text) == text
+    assert redact(text) == text
 
 
 @pytest.mark.parametrize(
@@ -161,11 +161,11 @@ def test_a_name_tells_a_secret(name: str, secret: bool) -> None:
 
 
 def test_a_value_is_shown_without_the_secrets_inside_it() -> None:
-    assert redacted_value("security.internal_key", 123456) == HIDDEN
-    assert redacted_value("database", {"url": "postgresql://me:PLANTED@db/x", "pool": 3}) == (
+    assert redact_value("security.internal_key", 123456) == HIDDEN
+    assert redact_value("database", {"url": "postgresql://me:PLANTED@db/x", "pool": 3}) == (
         "{'url': 'postgresql://me:(hidden)@db/x', 'pool': 3}"
     )
-    assert redacted_value("gateway", {"port": 1, "api_key": "PLANTED"}) == "{'port': 1, 'api_key': '(hidden)'}"
+    assert redact_value("gateway", {"port": 1, "api_key": "PLANTED"}) == "{'port': 1, 'api_key': '(hidden)'}"
 
 
 def test_known_secrets_are_hidden_wherever_they_stand() -> None:
@@ -200,9 +200,9 @@ def test_every_error_of_ours_is_clean() -> None:
 def test_redaction_time_is_linear_and_bounded(prefix: str, pump: str) -> None:
     text = prefix + pump * (4_000_000 // len(pump))
     start = time.process_time()
-    redacted(text)
+    redact(text)
     is_secret(text)
-    redacted_value(text, text)
+    redact_value(text, text)
     str(HeadraceError(text))
     assert time.process_time() - start < 0.5
 
@@ -212,7 +212,7 @@ def test_redaction_time_is_linear_and_bounded(prefix: str, pump: str) -> None:
 def test_a_cut_does_not_uncover_a_secret(template: str, at: int) -> None:
     cut = 65_536
     text = "x" * (cut - 20 + at - 1) + " " + template.format("PLANTED/PLANTED") + " tail" * 20
-    assert "PLANT" not in redacted(text)
+    assert "PLANT" not in redact(text)
     assert "PLANT" not in str(HeadraceError(text[60_000:]))
 
 
@@ -271,7 +271,7 @@ def test_fits_whole_agrees_with_python(pattern: str, text: str) -> None:
         expected = re.fullmatch(pattern, text, re.DOTALL) is not None
     except re.error:
         return
-    assert fits_whole(text, pattern) == expected
+    assert matches_whole_text(text, pattern) == expected
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_fits_whole_agrees_with_python(pattern: str, text: str) -> None:
 def test_fits_whole_names_a_pattern_that_it_refuses(pattern: str) -> None:
     start = time.process_time()
     with pytest.raises(ValueError, match="regular expression '") as caught:
-        fits_whole("a", pattern)
+        matches_whole_text("a", pattern)
     assert time.process_time() - start < 1.0
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 600
@@ -308,7 +308,7 @@ def test_fits_whole_is_over_within_two_seconds_or_refuses(pattern: str, pump: st
     start = time.process_time()
     for length in (10, 1_000, 5_000, 1_000_000):
         try:
-            fits_whole(pump * length, pattern)
+            matches_whole_text(pump * length, pattern)
         except ValueError as error:
             assert "states are too many" in str(error)  # noqa: PT017 - either way is right, and is over at once
     assert time.process_time() - start < 2.0

@@ -246,7 +246,7 @@ def test_turn_written_by_an_earlier_release_is_whole() -> None:
         ({"digest": token_digest([1])}, "shared token ids"),
         ({"tokens": 4_000}, "shared token ids"),
         ({"messages": 90}, "90 shared messages"),
-        ({"choice": 2}, "has no choice 2"),
+        ({"choice": 2}, "that turn has no choice 2"),
         ({"turn_id": "unknown"}, "was not read before"),
     ],
 )
@@ -287,8 +287,11 @@ def test_history_is_bounded_by_tokens() -> None:
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
-        ({"usage": {"prompt_tokens": 5, "completion_tokens": 2}}, "10 shared and 3 prompt ids, usage says 5"),
-        ({"tools": [{"type": "function", "function": {"name": "other"}}]}, "must not contain tools"),
+        (
+            {"usage": {"prompt_tokens": 5, "completion_tokens": 2}},
+            "usage.prompt_tokens = 5: must equal the 10 shared and 3 prompt ids",
+        ),
+        ({"tools": [{"type": "function", "function": {"name": "other"}}]}, "tools: must be empty"),
     ],
 )
 def test_p2_turn_that_contradicts_its_reference_is_invalid(changes: dict[str, Any], problem: str) -> None:

@@ -19,7 +19,7 @@ from headrace_schemas import Experience, Feedback, Message, Reward, RewardResult
 from headrace_schemas.events.feedback import Outcome
 from headrace_schemas.events.opinion import ComparedAnswer, Preference
 from headrace_schemas.values import ids
-from headrace_schemas.values.ids import fits
+from headrace_schemas.values.ids import matches
 from headrace_scorer import api
 from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.reward_policy import PARTS_MAX, RewardPolicy, SourceReward
@@ -315,11 +315,11 @@ def test_sources_that_agree_give_exactly_their_value(value: float, weights: list
 
 
 def test_patterns_know_nothing_but_the_star() -> None:
-    assert fits("judge:*", "judge:helpful")
-    assert fits("*", "anything\nat all")
-    assert not fits("judge:*", "my-judge:x")
-    assert not fits("a.c", "abc")
-    assert not fits("[ab]", "a")
+    assert matches("judge:*", "judge:helpful")
+    assert matches("*", "anything\nat all")
+    assert not matches("judge:*", "my-judge:x")
+    assert not matches("a.c", "abc")
+    assert not matches("[ab]", "a")
 
 
 @pytest.mark.parametrize("outcome", ["abstained", "failed", "parse_error", "timed_out", "withdrawn"])

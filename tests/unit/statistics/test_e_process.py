@@ -259,7 +259,7 @@ def test_sample_ratio_equals_the_exact_computation() -> None:
 def test_sample_ratio_rejects_three_to_one() -> None:
     ratio = SampleRatio()
     seen = 0
-    while not ratio.broken(0.01):
+    while not ratio.ratio_rejected(0.01):
         ratio.update(candidate=seen % 4 != 0)
         seen += 1
     assert 40 < seen < 150

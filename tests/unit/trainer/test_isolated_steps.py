@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 
-from headrace_schemas import Experience, Read, TrainingOutcome
+from headrace_schemas import Experience, PartitionRead, TrainingOutcome
 from headrace_schemas.programs import BATCH_HEADER, LEFT_OUT_HEADER, DryRunLine, recorded_batches
 from headrace_trainer.backends import Backend
 from headrace_trainer.batches.batch import Batch
@@ -82,7 +82,7 @@ def replayed(world: World) -> tuple[DryRunLine, Bus]:
     at: dict[int, int] = {}
     stream: list[tuple[Experience, list[tuple[str, bytes]], list[int]]] = []
 
-    def take(reads: tuple[Read, ...]) -> None:
+    def take(reads: tuple[PartitionRead, ...]) -> None:
         for read in reads:
             offsets = range(at.get(read.partition, 0), read.until)
             events = (Experience.from_json(logs[read.partition, offset].value or b"") for offset in offsets)

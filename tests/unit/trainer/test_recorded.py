@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headrace_runtime.errors import SettingError
-from headrace_schemas import Experience, Read, TrainingMetrics
+from headrace_schemas import Experience, PartitionRead, TrainingMetrics
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.programs import BATCH_HEADER, DryRunLine, recorded_batches
 from headrace_trainer.learner import NotFinite, StepResult
@@ -47,7 +47,7 @@ def recorded(world: World) -> list[Marked]:
     at: dict[int, int] = {}
     marked: list[Marked] = []
 
-    def take(reads: tuple[Read, ...]) -> None:
+    def take(reads: tuple[PartitionRead, ...]) -> None:
         for read in reads:
             marked.extend((logs[read.partition, n], ()) for n in range(at.get(read.partition, 0), read.until))
             at[read.partition] = read.until

@@ -12,7 +12,15 @@ from pathlib import Path
 import pytest
 from prometheus_client import REGISTRY
 
-from headrace_schemas import Branch, Experience, Restored, Span, TrainingMetrics, TrainingOutcome, Undone
+from headrace_schemas import (
+    Branch,
+    Experience,
+    RestoredOutcome,
+    RevertedOutcome,
+    Span,
+    TrainingMetrics,
+    TrainingOutcome,
+)
 from headrace_schemas.events.trajectory import PreferenceSide, TurnReward
 from headrace_schemas.values.blobs import BlobRef
 from headrace_trainer.algorithms.baselines import Decay
@@ -274,8 +282,8 @@ def test_an_account_takes_what_fits_and_the_rest_follows_in_order(outcomes: int,
     """Reversals and restorations are never reported before outcomes of earlier steps."""
     state = ledger_on(chain(0))
     state.outcomes += [TrainingOutcome(experience_id=f"o{n}", revision=0, turn_ids=()) for n in range(outcomes)]
-    state.undone += [Undone(experience_id=f"u{n}", revision=0, queued=False) for n in range(undone)]
-    state.restored += [Restored(experience_id=f"r{n}", revision=0) for n in range(restored)]
+    state.undone += [RevertedOutcome(experience_id=f"u{n}", revision=0, queued=False) for n in range(undone)]
+    state.restored += [RestoredOutcome(experience_id=f"r{n}", revision=0) for n in range(restored)]
     events: list[str] = []
     accounts = 0
     while state.has_reversals or state.outcomes:

@@ -90,7 +90,7 @@ class RecentTurns:
             names = {answer.turn_id for answer in first.preference.pair}
         responses = [self._responses.get(first.tenant, name) for name in sorted(names)]
         outcomes = [
-            self._outcome(first.tenant, response, first.about) for response in responses if response is not None
+            self._outcome(first.tenant, response, first.feedback_kind) for response in responses if response is not None
         ]
         reasons = [outcome.reason for outcome in outcomes if outcome is not None and outcome.reason is not None]
         teaching_count = sum(outcome is not None and outcome.teaches for outcome in outcomes)

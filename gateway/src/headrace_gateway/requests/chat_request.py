@@ -35,7 +35,7 @@ from headrace_schemas.http.answer_form import (
     constrained_fields,
     grammar_of,
     requires_call,
-    unheld_keywords,
+    unenforced_keywords,
 )
 from headrace_schemas.http.replica_api import RawPrompt
 from headrace_schemas.values.base import Finite, Model, Text
@@ -278,7 +278,7 @@ def _report_unheld_keywords(request: ChatRequest, context: RequestContext) -> No
     elif request.response_format is not None and not request.response_format.strict:
         schemas = [(RESPONSE_FORMAT, request.response_format.required_schema)]
     for field, schema in schemas:
-        for keyword in sorted(unheld_keywords(schema)):
+        for keyword in sorted(unenforced_keywords(schema)):
             context.ignore(f"{field}.{keyword}", "no grammar can hold an answer to it")
 
 

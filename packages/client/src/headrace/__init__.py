@@ -15,7 +15,7 @@ from __future__ import annotations
 from pkgutil import extend_path
 from typing import TYPE_CHECKING
 
-from headrace_schemas.lazy import lazily
+from headrace_schemas.lazy import lazy_exports
 
 __version__ = "0.2.0"
 __path__ = extend_path(__path__, __name__)
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from headrace.errors import ApiError, HeadraceError, Unreachable
     from headrace.rollouts import ModelManager
 else:
-    __getattr__, __dir__ = lazily(
+    __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "headrace.async_client": ("AsyncClient", "AsyncSession"),

@@ -23,7 +23,7 @@ from headrace.errors import HeadraceError, UsageError
 from headrace_integrations.practice.runs import Play as PlayFunction
 from headrace_integrations.practice.runs import Run, run_in_thread
 from headrace_integrations.stack import Addresses, Stack
-from headrace_schemas.programs import Play, Played, Tasks
+from headrace_schemas.programs import Play, PlayResult, Tasks
 from headrace_schemas.values.plain_values import plain_number
 from headrace_statistics.intervals import interval
 
@@ -209,7 +209,7 @@ async def _serve(
                 raise HeadraceError(
                     f"task {request.task}: the score function returned None; return a number for each play of a gate"
                 )
-            result = Played(version=request.version, task=request.task, seed=request.seed, score=value)
+            result = PlayResult(version=request.version, task=request.task, seed=request.seed, score=value)
             async with output_lock:
                 print(result.model_dump_json(), file=out, flush=True)
 

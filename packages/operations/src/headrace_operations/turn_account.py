@@ -31,12 +31,12 @@ from headrace_schemas import (
     Event,
     Experience,
     Feedback,
-    Restored,
+    RestoredOutcome,
+    RevertedOutcome,
     TrainingMetrics,
     TrainingOutcome,
     Trajectory,
     Turn,
-    Undone,
 )
 from headrace_schemas.events.checkpoint import LearnedSignals
 from headrace_schemas.rules.training import (
@@ -200,14 +200,14 @@ class TurnAccountBuilder:
             for restored in report.restored:
                 self._restore(report.lineage, restored)
 
-    def _undo(self, lineage: str, undone: Undone) -> None:
+    def _undo(self, lineage: str, undone: RevertedOutcome) -> None:
         if not self._outcomes[lineage, undone.experience_id].undo(undone):
             self._add_missing_cause(
                 f"lineage {lineage} undid experience {undone.experience_id} revision {undone.revision}, "
                 "which it had not trained"
             )
 
-    def _restore(self, lineage: str, restored: Restored) -> None:
+    def _restore(self, lineage: str, restored: RestoredOutcome) -> None:
         outcomes = self._outcomes.get((lineage, restored.experience_id))
         if outcomes is None or not outcomes.restore(restored):
             self._add_missing_cause(

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from headrace_schemas import Feedback, Restored, TrainingOutcome, Undone
+from headrace_schemas import Feedback, RestoredOutcome, RevertedOutcome, TrainingOutcome
 from headrace_schemas.events.checkpoint import LearnedSignals
 from headrace_schemas.events.opinion import Kind
 from headrace_schemas.rules.training import TokenKind, unused_reason
@@ -57,8 +57,8 @@ class SaveReport:
     lineage: str
     account: int
     verdicts: tuple[TrainingOutcome, ...]
-    undone: tuple[Undone, ...]
-    restored: tuple[Restored, ...]
+    undone: tuple[RevertedOutcome, ...]
+    restored: tuple[RestoredOutcome, ...]
 
 
 def count_tokens(turns: Iterable[TurnState]) -> dict[str, int]:
@@ -133,7 +133,9 @@ class UnusedFeedback:
         answers = event.preference.pair if event.preference is not None else ()
         turn_ids = frozenset([*event.msg_ids, *(answer.turn_id for answer in answers)])
         name = event.tenant, event.feedback_id
-        self._judgements[event.tenant, event.event_id] = _Judgement(name, event.session_key, turn_ids, event.about)
+        self._judgements[event.tenant, event.event_id] = _Judgement(
+            name, event.session_key, turn_ids, event.feedback_kind
+        )
 
     def count(self, turns: Mapping[FeedbackKey, CapturedTurn]) -> dict[str, int]:
         """Return the number of feedback events that trained nothing, by the reasons of their turns.

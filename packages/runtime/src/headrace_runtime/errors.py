@@ -10,7 +10,7 @@ class SettingError(HeadraceError):
     """A setting is unknown, of the wrong type or unsupported. It stops the start-up with exit status 2."""
 
     def __init__(self, name: str, value: object, remedy: str) -> None:
-        super().__init__(f"setting {name} = {errors.redacted_value(name, value)}: {remedy}")
+        super().__init__(f"setting {name} = {errors.redact_value(name, value)}: {remedy}")
         self.name = name
 
     def __reduce__(self) -> tuple[object, ...]:

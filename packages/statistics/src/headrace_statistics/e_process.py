@@ -63,11 +63,11 @@ _FOR_PROMOTIONS = 0.8
 
 @dataclass(slots=True)
 class EProcess:
-    """E-process against "the mean is at most `null`": a summary of the values so far, and the wealth.
+    """E-process against the null hypothesis "the mean is at most `null`", updated with one value in [-1, 1] at a time.
 
     `gap` is the effect to detect: stakes are optimal (Kelly) for a mean of `null + gap`, and larger when the data
-    suggest a larger mean. `stake_max` is the largest share of the wealth that one value can cost, the truncation `c` of
-    their bets, for which they suggest 1/2 or 3/4. With values that vary little, a larger share is evidence sooner.
+    suggest a larger mean. `stake_max` is the largest share of the wealth that one value can cost; Waudby-Smith & Ramdas
+    (2023) call it `c` and suggest 1/2 or 3/4. If values vary little, a larger share rejects the hypothesis sooner.
     """
 
     null: float
@@ -80,11 +80,12 @@ class EProcess:
     stake_max: float = 0.5
 
     def stake(self) -> float:
-        """Return λ for the next value, computed from the past alone.
+        """Return the stake λ on the next value, computed from the earlier values alone.
 
-        This is their "approximate GRAPA" bet, which maximises the expected growth of log K to second order: (mean -
-        null) / (variance + (mean - null)²). The estimates begin with one imaginary value at the alternative, one unit
-        of variance away. A standard error is subtracted from the estimated advantage, so that early luck is not bet on.
+        This is the "approximate GRAPA" bet of Waudby-Smith & Ramdas (2023), which maximises the expected growth of the
+        log wealth to second order: (mean - null) / (variance + (mean - null)²). The estimates of mean and variance
+        begin with one imaginary value at `null + gap` with variance 1. A standard error is subtracted from the
+        estimated mean - null, so that early luck does not raise the stake.
         """
         weight = self.count + 1
         variance = (1.0 + self.squares) / weight
@@ -124,7 +125,7 @@ PARTS = ((1.0, 2.0 / 3.0), (2.0, 1.0 / 3.0))
 class MixtureEProcess:
     """Mixture of e-processes against "the mean is at most `null`", for values in [-1, 1].
 
-    `gap` is the effect that must not be missed. Each part expects another multiple of it (`PARTS`).
+    `gap` is the effect to detect. Each component e-process bets on its own multiple of `gap` (`PARTS`).
     """
 
     def __init__(self, null: float, gap: float) -> None:
@@ -150,7 +151,7 @@ _STRENGTH = 100.0
 
 @dataclass(slots=True)
 class SampleRatio:
-    """Counts of two arms, and the evidence against the planned ratio."""
+    """Counts of the units in two arms, and the log e-value against the planned ratio of the arms."""
 
     candidates: int = 0
     controls: int = 0
@@ -166,7 +167,7 @@ class SampleRatio:
         else:
             self.controls += 1
 
-    def broken(self, error: float) -> bool:
+    def ratio_rejected(self, error: float) -> bool:
         """Return whether the observed counts contradict the planned shares of the two arms. However often it is called,
         the probability of a wrong rejection is at most `error`.
         """
@@ -190,26 +191,27 @@ def succession_error(alpha: float, number: int) -> float:
 
 
 def refusal_error(beta: float, opponents: int) -> float:
-    """Return the error probability for finding an equal version inferior to one of its opponents.
+    """Return the error probability of one test that may refuse a version although it equals the opponent.
 
-    The result is half of β. The other half is for trials that are undecided after `tasks_max`.
+    The tests against all opponents share half of `beta`. The other half is for versions that are refused because
+    their trial is undecided after `tasks_max` tasks.
     """
     return beta / 2.0 / opponents
 
 
 def success_error(alpha: float, number: int, metrics: int) -> float:
-    """Return the error probability for one success metric of a rollout.
+    """Return the error probability of the test of one success metric of a rollout.
 
-    Any success metric is enough for a promotion, so the metrics share what the `number`-th version may spend.
+    A success in any metric is enough for a promotion, so the metrics share `promotion_error(alpha, number)` equally.
     """
     return promotion_error(alpha, number) / metrics
 
 
 def harm_error(beta: float, share: float) -> float:
-    """Return the error probability of one test for harm, which may roll back a harmless version; the test gets `share`
-    of all tests' error.
+    """Return the error probability of one test for harm, which may wrongly roll back a harmless version.
 
-    All of β is spent here: a rollout without a result in time ends in hold and is not rolled back.
+    It is the test's `share` of `beta`. The shares of all tests for harm add up to 1, because a rollout without a
+    result in time is held and not rolled back.
     """
     return beta * share
 

@@ -95,10 +95,10 @@ class ConfidenceSequence:
 
 
 def _crossing(inside: Callable[[float], bool]) -> float:
-    """Find by bisection the left end of an interval in 0..1: a number below it that is certainly outside, or 0.
+    """Find by bisection the left end of an interval in [0, 1]: a number just below it that is outside, or 0.
 
     Args:
-        inside: whether a number may be inside of the interval.
+        inside: returns whether a number may be in the interval.
     """
     if inside(0.0):
         return 0.0
@@ -180,7 +180,7 @@ def quantile(probability: float, freedom: float) -> float:
 
 
 def lower_bound(values: Sequence[float], level: float) -> float:
-    """Return the bound that the mean of independent values exceeds, except with probability `level`.
+    """Return the one-sided lower confidence bound (Student's t) of a mean, with error probability `level`.
 
     It is minus infinity for fewer than two values.
     """
@@ -188,7 +188,7 @@ def lower_bound(values: Sequence[float], level: float) -> float:
 
 
 def mean_margin(values: Sequence[float], probability: float) -> float:
-    """Return the one-sided margin of the sample mean of independent values, for `probability`.
+    """Return Student's t quantile at `probability` times the standard error of the mean of independent values.
 
     It is infinite for fewer than two values.
     """
@@ -286,12 +286,23 @@ class Mean:
 
 
 def mean(plays: Sequence[Sequence[Score]], *, shared: bool = False) -> Mean:
-    """Return the mean score of the plays, one list for each seed. `shared`: all seeds have the same tasks."""
+    """Return the mean score over all plays, with its standard error.
+
+    Args:
+        plays: for each seed, task and score of each play.
+        shared: whether all seeds have the same tasks.
+    """
     return _over(plays, shared)
 
 
 def difference(plays: Sequence[Sequence[Score]], base: Sequence[Sequence[Score]], *, shared: bool = False) -> Mean:
-    """Return the mean difference from `base` on the same plays; the lists of a seed must have the same order."""
+    """Return the mean of the differences in score between `plays` and `base`, with its standard error.
+
+    Args:
+        plays: for each seed, task and score of each play of the version.
+        base: the plays of the version that it is compared with, with the same seeds and tasks in the same order.
+        shared: whether all seeds have the same tasks.
+    """
     paired = []
     for run, base_plays in zip(plays, base, strict=True):
         pairs = list(zip(run, base_plays, strict=True))

@@ -131,12 +131,14 @@ class TrainingOutcome(Model):
         return self.detail if self.detail is not None and _NAME.fullmatch(self.detail) else self.dropped
 
 
-class Undone(Model):
-    """A reverted outcome of a revision.
+class RevertedOutcome(Model):
+    """A revision of an experience whose reported outcome no longer holds. Its title in the JSON schema is `Undone`.
 
     Either the revision was trained and the weights no longer contain it, because the registry refused the version and
     the weights were reset to an earlier step. Or the revision was dropped and is queued now.
     """
+
+    model_config = ConfigDict(title="Undone")
 
     experience_id: Text
     revision: Annotated[int, Field(ge=0), INT32]
@@ -144,18 +146,25 @@ class Undone(Model):
     """Whether the revision is queued for training, so that another outcome follows. Otherwise it is never trained."""
 
 
-class Restored(Model):
-    """A revision that the weights contain again, because the registry later promoted a version that was trained on it.
+class RestoredOutcome(Model):
+    """A revision of an experience that the weights contain again, because a version trained on it was promoted later.
 
-    Outcomes that were reported for the revision in the meantime are void.
+    Outcomes that were reported for the revision in the meantime are void. Its title in the JSON schema is `Restored`.
     """
+
+    model_config = ConfigDict(title="Restored")
 
     experience_id: Text
     revision: Annotated[int, Field(ge=0), INT32]
 
 
-class Read(Model):
-    """The records of one partition of `experiences` before offset `until` that were not read before."""
+class PartitionRead(Model):
+    """Records of one partition of the topic `experiences`: from the end of the previous range up to offset `until`.
+
+    Its title in the JSON schema is `Read`.
+    """
+
+    model_config = ConfigDict(title="Read")
 
     partition: Annotated[int, Field(ge=0), INT32]
     until: Annotated[int, Field(ge=1), INT64]
@@ -174,12 +183,12 @@ class BatchRecord(Model):
     """Number of this step in the lineage. A batch whose gradient was not finite has the number of the previous step."""
     experiences: Annotated[int, Field(ge=1), INT32]
     digest: Sha256
-    read: tuple[Read, ...] = Field(default=(), max_length=LISTED_MAX)
+    read: tuple[PartitionRead, ...] = Field(default=(), max_length=LISTED_MAX)
     """Records that were read since the previous batch, or, for the first batch of an account, since the previous
     account, in reading order."""
     left_out: tuple[Text, ...] = Field(default=(), max_length=LISTED_MAX)
-    """Experiences that were cut with the batch, or since the previous batch, but that the step cannot train. They are
-    dropped as `invalid` and are not counted in `experiences`."""
+    """Ids of experiences that were selected for this batch, or since the previous batch, but that the step cannot
+    train. They are dropped as `invalid` and are not counted in `experiences`."""
 
 
 class TrainingMetrics(Event):
@@ -201,13 +210,13 @@ class TrainingMetrics(Event):
     verdicts: tuple[TrainingOutcome, ...] = Field(default=(), max_length=LISTED_MAX)
     stopped: LongText | None = None
     """The reason why training stopped: a health metric stayed outside its limit. An operator has to resume training."""
-    undone: tuple[Undone, ...] = Field(default=(), max_length=LISTED_MAX)
+    undone: tuple[RevertedOutcome, ...] = Field(default=(), max_length=LISTED_MAX)
     """Reverted outcomes, which apply after all `verdicts` of this account and of earlier accounts. Entries that do not
     fit are in the following accounts, before any other outcome of these revisions. The same holds for `restored`."""
-    restored: tuple[Restored, ...] = Field(default=(), max_length=LISTED_MAX)
+    restored: tuple[RestoredOutcome, ...] = Field(default=(), max_length=LISTED_MAX)
     """Restored revisions, which apply after all `verdicts`. No revision is in both `undone` and `restored`."""
     batches: tuple[BatchRecord, ...] = Field(default=(), max_length=LISTED_MAX)
-    read: tuple[Read, ...] = Field(default=(), max_length=LISTED_MAX)
+    read: tuple[PartitionRead, ...] = Field(default=(), max_length=LISTED_MAX)
     """Records that were read after the last batch."""
 
     @property

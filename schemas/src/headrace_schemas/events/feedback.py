@@ -74,7 +74,7 @@ class Feedback(Opinion, Event):
     @property
     def lists_a_run(self) -> bool:
         """Whether the turns in `msg_ids` form one run. Otherwise each turn is a target of its own."""
-        return bool(self.msg_ids) and self.level is None and self.about == "value"
+        return bool(self.msg_ids) and self.level is None and self.feedback_kind == "value"
 
     @property
     def run_sessions(self) -> int:
@@ -83,12 +83,12 @@ class Feedback(Opinion, Event):
 
     @property
     def value_count(self) -> int:
-        """The largest number of values that it may give: one for each target and metric."""
+        """The largest number of reward values that this feedback may give: one for each target and metric."""
         return value_count(self.level, len(self.msg_ids), len(self.parts))
 
     @property
     def answer(self) -> tuple[str, int]:
-        """The turn and the choice that an edit replaces."""
+        """The turn id and the choice index of the answer that an edit replaces."""
         return self.msg_ids[0], self.choice or 0
 
     @property
@@ -99,13 +99,13 @@ class Feedback(Opinion, Event):
     def _target_fits(self) -> Self:
         has_one_turn = len(self.msg_ids) == 1
         check_values(self.level, len(self.msg_ids), len(self.parts))
-        if self.about == "edit" and not (has_one_turn and self.level in (None, "response")):
+        if self.feedback_kind == "edit" and not (has_one_turn and self.level in (None, "response")):
             raise rule_error("edit", "must name exactly one response, and no level except response")
         if self.choice is not None and not has_one_turn:
             raise rule_error("choice", "must name exactly one response")
-        if self.choice is not None and self.about == "value" and self.level != "response":
+        if self.choice is not None and self.feedback_kind == "value" and self.level != "response":
             raise rule_error("choice", "is only allowed for the level response")
-        if self.level == "response" and self.about == "value" and not has_one_turn:
+        if self.level == "response" and self.feedback_kind == "value" and not has_one_turn:
             raise rule_error("level", "response must name exactly one response")
         if self.level == "turn" and not self.msg_ids:
             raise rule_error("level", "turn must name at least one response")
@@ -123,7 +123,7 @@ class Feedback(Opinion, Event):
             raise rule_error("task_id", "is required for the level task")
         fields = {"msg_ids": self.msg_ids, "session_id": self.session_id, "run_id": self.run_id}
         forbidden_field = next((name for name, value in fields.items() if value), None)
-        if forbidden_field is not None or self.ends_session or self.about != "value":
+        if forbidden_field is not None or self.ends_session or self.feedback_kind != "value":
             raise rule_error(
                 forbidden_field or "level",
                 "task is about all runs of a task; name only the task, with a value or facts",

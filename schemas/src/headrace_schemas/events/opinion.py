@@ -49,10 +49,10 @@ def rule_error(field: str, problem: str) -> PydanticCustomError:
 
 
 class Opinion(Model):
-    """An opinion, with at most one of `value`, `rating`, `label`, `parts`, `edit` and `preference`.
+    """Content of one feedback: at most one of `value`, `rating`, `label`, `parts`, `edit` and `preference`.
 
-    The last opinion of each rater of a source about a target is valid. HTTP endpoints and stream consumers apply the
-    same rules.
+    If a rater of a source gives several opinions about one target, the last one is valid. HTTP endpoints and stream
+    consumers validate feedback by this class.
     """
 
     source: Text = "feedback"
@@ -83,21 +83,21 @@ class Opinion(Model):
     withdrawn: bool = False
 
     @property
-    def about(self) -> Kind:
-        """The kind of feedback that it gives or withdraws."""
+    def feedback_kind(self) -> Kind:
+        """The kind of feedback that the opinion gives or withdraws."""
         if self.preference is not None:
             return "preference"
         return "edit" if self.edit is not None else self.kind or "value"
 
     @property
     def has_content(self) -> bool:
-        """Whether it contains an opinion, in contrast to mere context, names or a withdrawal."""
+        """Whether a value, label, edit or preference is given, not only context, names or a withdrawal."""
         forms = self.value, self.label, self.edit, self.preference
         return not self.withdrawn and (bool(self.parts) or any(form is not None for form in forms))
 
     @property
     def metric_source(self) -> str:
-        """The source to which its value counts."""
+        """The name under which the value counts: `source:metric`, or `source` without a metric."""
         return metric_source(self.source, self.metric)
 
     @model_validator(mode="after")
@@ -154,7 +154,7 @@ class Opinion(Model):
 
     @model_validator(mode="after")
     def _metric_is_one_of_values(self) -> Self:
-        if self.metric is not None and (self.parts or self.about == "edit"):
+        if self.metric is not None and (self.parts or self.feedback_kind == "edit"):
             raise rule_error(
                 "metric", "is only allowed with one value or preference; parts name their metrics, an edit has none"
             )
@@ -185,9 +185,9 @@ class Opinion(Model):
         return self
 
     def preference_id(self, tenant: str) -> str:
-        """Return the id of this rater's preference for this pair, independent of which answer is better.
+        """Return an id that depends on the rater and the two answers, but not on which answer is better.
 
-        So a changed opinion is a revision of the same preference.
+        So if the rater's opinion changes, it is a revision of the same preference.
         """
         assert self.preference is not None
         pair = [part for answer in self.preference.pair for part in (answer.turn_id, answer.choice)]

@@ -109,7 +109,7 @@ class Routing(Event):
 
 
 class Probe(Model):
-    """Result of comparing loaded weights with their fingerprint and with that of their parent."""
+    """Comparison of the logprobs of a replica's loaded weights with the version's `Fingerprint` and its parent's."""
 
     max_abs_delta: Finite
     """Largest absolute difference between the logprobs of the engine and of the fingerprint."""
@@ -171,7 +171,7 @@ class Replica(Event):
 
     @property
     def abilities(self) -> frozenset[str]:
-        """The request fields that only some replicas support, and this one does."""
+        """The optional request fields (not every replica supports them) that this replica supports."""
         return frozenset((*self.grammars, *((PROMPT,) if self.prompts else ())))
 
     def ready(self, version: str) -> bool:

@@ -128,7 +128,7 @@ class Branch(Model):
 
     @property
     def sampled(self) -> Branch | None:
-        """The branch up to its last span with logprobs, with such spans alone, or None without any."""
+        """A copy of the branch with only the spans that have logprobs, cut after the last of them; None without any."""
         spans = tuple(span for span in self.spans if span.no_logprobs is None)
         if len(spans) == len(self.spans):
             return self
@@ -144,7 +144,7 @@ class Dialogue(Model):
 
 
 class LeftOut(Model):
-    """A turn of the run that is in no branch, with the reason."""
+    """A turn of a trajectory that is in none of its branches, with the reason."""
 
     turn_id: Text
     reason: LeftOutReason
@@ -164,7 +164,7 @@ class Trajectory(Event):
     """One closed run of one agent. Produced by the collector, or ingested from any agent runtime.
 
     Each turn belongs to exactly one trajectory. A run whose turns have several session keys is split into `parts`
-    trajectories. The weight is divided by `parts`, so that a run counts once.
+    trajectories. The training weight of each is divided by `parts`, so that a run counts once.
     """
 
     topic: ClassVar[str] = "trajectories"

@@ -43,10 +43,10 @@ StoredSets = Annotated[TokenIds, Field(max_length=STORED_SETS_MAX)]
 
 
 class TokenGrammar(Model):
-    """The grammar that an engine sampled an answer with, and all else that the sets of allowed tokens depend on."""
+    """The grammar that restricted an answer, with all other inputs from which its allowed tokens are computed again."""
 
     text: LongText
-    """The grammar in the library's own language."""
+    """The grammar in the language of `library`."""
     library: Text
     library_version: Text
     tokenizer_sha256: Sha256
@@ -133,13 +133,13 @@ class UnitAssignment(Model):
     """The role of a turn's unit (session or user) in the rollouts in progress."""
 
     rollouts: tuple[Text, ...] = Field(min_length=1, max_length=8)
-    """For the arm `candidate` its own rollout, for `control` the rollouts whose control the unit is in, for `rest` all
-    rollouts."""
+    """Ids of rollouts. With arm `candidate`: the rollout of that candidate. With `control`: the rollouts for which the
+    unit is a control. With `rest`: all rollouts in progress."""
     arm: Literal["candidate", "control", "rest"]
     unit: Text
     propensity: Share
-    """The probability of the assigned version at the time of the unit's first turn. `Turn.version`, which answered, is
-    another version if no replica had the candidate ready. Arms are compared as they were assigned."""
+    """The probability with which the unit was assigned its version at its first turn. If no replica had that version
+    ready, another version answered (`Turn.version`). Rollouts compare units by arm, whichever version answered."""
 
 
 class SubAgent(Model):
@@ -151,7 +151,7 @@ class SubAgent(Model):
 
 
 class ResponseRecord(Model):
-    """The place of a turn among the responses of the Responses API, which later requests refer to."""
+    """How later requests of OpenAI's Responses API can refer to this turn, and the response that it continues."""
 
     stored: bool = True
     """Whether the client may refer to the response by its id (`store`)."""
@@ -166,7 +166,7 @@ class ResponseRecord(Model):
 
 
 class TurnReference(Model):
-    """The beginning of a prompt that an earlier turn of the same session contains already.
+    """Reference to an earlier turn of the session whose prompt and answer begin this prompt, so they are not repeated.
 
     The shared token ids are the first `tokens` of the earlier prompt followed by the sampled ids of `choice`, and the
     shared messages are the first `messages` of the earlier messages followed by the message of `choice`.
@@ -187,10 +187,11 @@ class Turn(Event):
     """One model call as the engine executed it. Produced by the gateway once the response is complete.
 
     A turn that `extends` an earlier one contains only the messages, prompt ids and tools that it adds.
-    `headrace_schemas.rules.turn_history` returns it whole.
+    `headrace_schemas.rules.turn_history` restores its whole prompt.
 
-    P2: the lengths of prompt ids, token ids and logprobs and the usage agree, or the event is invalid.
-    P3: `version` is the one that the engine reported, never the requested one.
+    The event is invalid unless the numbers of prompt ids, token ids and logprobs agree with each other and with
+    `usage`.
+    `version` is the version that the engine reported, never the requested one.
     """
 
     topic: ClassVar[str] = "turns"
@@ -237,8 +238,8 @@ class Turn(Event):
     """The user's session whose prompt this turn answers again, invisible to the user. Its purpose is `eval`, so that no
     reader of any release trains it or counts it as a user's turn."""
     side_call: Text | None = None
-    """The kind of a call that the client made beside its task, such as a title for its conversation. `no_tools` is a
-    guess by the gateway, which the collector checks against the other turns of the session."""
+    """The kind of a call that the client made for a purpose other than its task, such as a title for its conversation.
+    With `no_tools` the gateway only supposes it, and the collector decides by the other turns of the session."""
     repeats: Text | None = None
     """The earlier turn of the session with the same request, if its client may not have got the answer: the connection
     closed before its end, or the request came again within seconds."""
@@ -256,9 +257,11 @@ class Turn(Event):
         shared = self.extends.tokens if self.extends else 0
         if shared + len(self.prompt_token_ids) != self.usage.prompt_tokens:
             counted = f"{shared} shared and {len(self.prompt_token_ids)}" if shared else f"{len(self.prompt_token_ids)}"
-            raise ValueError(f"{counted} prompt ids, usage says {self.usage.prompt_tokens}")
+            raise ValueError(f"usage.prompt_tokens = {self.usage.prompt_tokens}: must equal the {counted} prompt ids")
         if sampled != self.usage.completion_tokens:
-            raise ValueError(f"{sampled} sampled ids, usage says {self.usage.completion_tokens}")
+            raise ValueError(
+                f"usage.completion_tokens = {self.usage.completion_tokens}: must equal the {sampled} sampled ids"
+            )
         return self
 
     @model_validator(mode="after")
@@ -266,11 +269,13 @@ class Turn(Event):
         if self.extends is None:
             return self
         if self.extends.turn_id == self.turn_id:
-            raise ValueError("extends.turn_id is the turn itself")
+            raise ValueError(f"extends.turn_id = {self.turn_id!r}: is the turn itself; name an earlier turn")
         if self.extends.tools and self.tools:
-            raise ValueError("extends.tools is set, so the turn must not contain tools of its own")
+            raise ValueError("tools: must be empty, because extends.tools refers to the tools of the earlier turn")
         if self.message_count > MESSAGES_MAX:
-            raise ValueError(f"{self.message_count} messages with the shared ones, a turn has at most {MESSAGES_MAX}")
+            raise ValueError(
+                f"messages: {self.message_count} with the shared ones; a turn has at most {MESSAGES_MAX} messages"
+            )
         return self
 
     @property
@@ -280,9 +285,9 @@ class Turn(Event):
 
     @property
     def recomputable(self) -> bool:
-        """Whether the distribution that each token was sampled from follows from the model's logits and this event.
+        """Whether the sampling distribution of each token can be computed from the model's logits and this event.
 
-        Only such tokens are trained by algorithms that need their logprobs.
+        Algorithms that need the logprobs of the sampling policy train only such turns.
         """
         sampling = self.sampling
         if not sampling.drawn:

@@ -19,11 +19,11 @@ from headrace_schemas.values.bounds import JsonObject, check_json
 RESPONSE_FORMAT, TOOL_CHOICE = "response_format", "tool_choice"
 """Request fields with constraints. A replica lists those that it supports in `Replica.grammars`."""
 
-UNHELD_KEYWORDS = frozenset(
+UNENFORCED_KEYWORDS = frozenset(
     ("contains", "dependentRequired", "dependentSchemas", "else", "if", "maxContains", "minContains", "not",
      "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties", "uniqueItems")
 )  # fmt: skip
-"""Keywords of JSON Schema that the grammar library, llguidance, cannot hold an answer to."""
+"""Keywords of JSON Schema that the grammar library, llguidance, cannot enforce."""
 _SCHEMAS_BY_NAME = frozenset(("$defs", "definitions", "dependentSchemas", "patternProperties", "properties"))
 _VALUES = frozenset(("const", "default", "enum", "example", "examples"))
 
@@ -31,7 +31,8 @@ _VALUES = frozenset(("const", "default", "enum", "example", "examples"))
 class JsonSchemaFormat(Model):
     """The field `response_format.json_schema`. The schema is enforced also without `strict`.
 
-    A schema with `UNHELD_KEYWORDS` or an unknown `format` is refused with `strict`; without it, these are left out.
+    A schema with `UNENFORCED_KEYWORDS` or an unknown `format` is refused if `strict` is true; otherwise these keywords
+    are ignored.
     """
 
     name: Text
@@ -65,7 +66,7 @@ class ResponseFormat(Model):
 
     @property
     def strict(self) -> bool:
-        """Whether a schema that cannot be held as a whole is refused."""
+        """Whether to refuse a schema that the grammar library cannot enforce completely."""
         return self.json_schema is not None and self.json_schema.strict is True
 
     @property
@@ -75,7 +76,7 @@ class ResponseFormat(Model):
 
 
 class NamedFunction(Model):
-    """The function that the answer must call."""
+    """The name of the function that the answer must call."""
 
     name: Text
 
@@ -105,21 +106,23 @@ def requires_call(choice: ToolChoice) -> bool:
 
 
 def check_choice(choice: ToolChoice, tools: Collection[str]) -> None:
-    """Check that the tool calls which `choice` requires are possible with the tools of these names.
+    """Check that the request offers the tools that its `tool_choice` requires.
+
+    Args:
+        choice: the field `tool_choice`.
+        tools: the names of the tools that the request offers.
 
     Raises:
         ValueError: there are no tools, or the required function is none of them.
     """
     if choice == "required" and not tools:
-        raise ValueError(f"{TOOL_CHOICE}: 'required' needs tools")
+        raise ValueError(f"{TOOL_CHOICE}: 'required' needs tools; add tools")
     if isinstance(choice, NamedTool) and choice.function.name not in tools:
         raise ValueError(f"{TOOL_CHOICE}: names a function that is not among the tools")
 
 
 def constrained_fields(response_format: ResponseFormat | None, choice: ToolChoice) -> frozenset[str]:
-    """Return the names of the request fields by which the client constrains the answer, such that a replica needs a
-    grammar.
-    """
+    """Return which of the request fields `response_format` and `tool_choice` require a grammar for the answer."""
     constrains = {
         RESPONSE_FORMAT: response_format is not None and response_format.constrains,
         TOOL_CHOICE: requires_call(choice),
@@ -127,18 +130,18 @@ def constrained_fields(response_format: ResponseFormat | None, choice: ToolChoic
     return frozenset(field for field, is_constrained in constrains.items() if is_constrained)
 
 
-def unheld_keywords(schema: JsonValue) -> set[str]:
-    """Return the keywords of a JSON Schema, at any depth, to which no grammar can hold an answer."""
+def unenforced_keywords(schema: JsonValue) -> set[str]:
+    """Return the `UNENFORCED_KEYWORDS` that a JSON Schema uses, at any depth."""
     if isinstance(schema, list):
-        return set().union(*map(unheld_keywords, schema))
+        return set().union(*map(unenforced_keywords, schema))
     if not isinstance(schema, dict):
         return set()
-    unheld = UNHELD_KEYWORDS & schema.keys()
+    unheld = UNENFORCED_KEYWORDS & schema.keys()
     for keyword, value in schema.items():
         if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
             value = list(value.values())  # its keys are names of properties, not keywords
         if keyword not in _VALUES:
-            unheld |= unheld_keywords(value)
+            unheld |= unenforced_keywords(value)
     return set(unheld)
 
 
@@ -169,15 +172,15 @@ def constraint_fields(grammar: Grammar | None) -> dict[str, JsonValue]:
 def repeated_request(
     version: str, turn: Turn, messages: Sequence[Message], answer_tokens_max: int
 ) -> dict[str, JsonValue]:
-    """Return the request of a turn for an exact version, and for one answer.
+    """Return a chat completion request that repeats the request of `turn` to `version` and gets a single answer.
 
-    The seed is left out, so that the new answer is a sample of its own.
+    The seed is left out, so that the new answer is an independent sample.
 
     Args:
-        version: the version.
+        version: the exact version that must answer.
         turn: the turn whose tools and sampling parameters are used.
         messages: the conversation.
-        answer_tokens_max: most tokens of the answer. The turn's own limit applies if it is smaller.
+        answer_tokens_max: maximum number of tokens of the answer. The turn's limit applies if it is smaller.
     """
     sampling = turn.sampling.model_dump(
         mode="json", exclude_none=True, exclude={"seed", "max_tokens", "stop", "grammar"}

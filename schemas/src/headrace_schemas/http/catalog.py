@@ -94,7 +94,7 @@ class NoteList(Model):
 
 
 class AuditEntry(Model):
-    """One change that was requested and carried out."""
+    """One change that a caller requested and the registry carried out."""
 
     number: Annotated[int, Field(ge=1)]
     at: Timestamp

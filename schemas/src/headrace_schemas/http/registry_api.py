@@ -173,8 +173,8 @@ class ChartPoint(Model):
 
 
 class ShadowState(Model):
-    """Result of a rollout's shadow phase, in which the candidate answered users' prompts unseen; available once it is
-    over.
+    """Result of a rollout's shadow phase, in which the candidate answered users' prompts without showing the answers to
+    them. It is available once the phase is over.
     """
 
     prompts: Annotated[int, Field(ge=0)]
@@ -221,7 +221,7 @@ class RolloutState(Model):
     """The candidate's present share of all units. Its control has an equal share."""
     unit: Literal["session", "user"]
     number: Annotated[int, Field(ge=1)]
-    """Its number in the family of versions that are compared with one champion or with its equals."""
+    """Number of this rollout, from 1, among all rollouts against the same champion or a version equal to it."""
     reason: str
     """The reason of its last step."""
     good_enough: bool = False

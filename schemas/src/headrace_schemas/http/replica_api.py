@@ -112,9 +112,10 @@ PROMPT_TEXT_FIELD = "headrace_prompt_text"
 
 
 class RawPrompt(Model):
-    """The field `headrace_prompt`: the prompt is `token_ids`, or without them the content of the only message.
+    """The field `headrace_prompt`: the prompt is `token_ids`, or without them the content of the request's only
+    message.
 
-    The text may contain control tokens, and the answer is read as text without reasoning and calls.
+    The text may contain control tokens. The answer is returned as plain text: reasoning and tool calls are not parsed.
     """
 
     token_ids: TokenIds | None = None

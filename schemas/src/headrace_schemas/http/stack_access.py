@@ -71,7 +71,7 @@ def make_login_token(data_dir: Path) -> str:
 
 
 def take_login_token(data_dir: Path, token: str) -> bool:
-    """Return whether `token` is that of `make_login_token`, and remove it then, so that it is valid once."""
+    """Return whether `token` is the stored login token. If it is, delete the stored one, so that it is valid once."""
     path = _login_file(data_dir)
     expected = _read_token(path)
     if not expected or not hmac.compare_digest(expected.encode(), token.encode("utf-8", "surrogatepass")):
@@ -123,7 +123,7 @@ def remember_login(bus: str, login: BusLogin) -> None:
 
 
 def remember_stack(data_dir: Path, state: dict[str, Any]) -> None:
-    """Use the stack's token for the addresses in `state`, the content of its `run/state.json`."""
+    """Remember the stack's token as key and password for the addresses in `state` (its `run/state.json`)."""
     token = read_token(data_dir)
     if token and state.get("token_is_key"):
         for service in state.get("services", {}).values():

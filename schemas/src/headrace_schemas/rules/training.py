@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from headrace_schemas.events.checkpoint import LearnedSignals, Restored, TrainingOutcome, Undone
+from headrace_schemas.events.checkpoint import LearnedSignals, RestoredOutcome, RevertedOutcome, TrainingOutcome
 from headrace_schemas.events.dead_letter import RETRY_HEADER, DeadLetter
 from headrace_schemas.events.envelope import SEQUENCE_HEADER
 from headrace_schemas.events.opinion import Kind
@@ -88,7 +88,7 @@ def unused_reason(kind: Kind, untrained: str | None, no_logprobs: str | None, le
 
 
 def permanent_problem(letter: DeadLetter) -> str | None:
-    """Return why the record of a letter must never be published again, or None if a valid record may be."""
+    """Return why the record of a dead letter must never be published again, or None if a valid one may be published."""
     if letter.source_topic in TABLES:
         return (
             f"{letter.source_topic} is a table: its producer publishes the newest row again, and an old row would win"
@@ -106,8 +106,8 @@ def retry_headers(letter: DeadLetter, *, keeps_partition: bool) -> tuple[tuple[s
 
     Args:
         letter: the dead letter.
-        keeps_partition: whether the record returns to its partition. Then it also keeps its place among the records of
-            its key, so that records after the original one stay after it.
+        keeps_partition: whether the record returns to its original partition. Then the headers contain its original
+            offset, by which consumers order it before the records that followed it.
     """
     headers = [(name, text.encode()) for name, text in letter.headers.items() if name != RETRY_HEADER]
     headers.append((RETRY_HEADER, letter.event_id.encode()))
@@ -167,7 +167,8 @@ class TrajectoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class RevisionOutcome:
-    """Training outcome of one revision of an experience. The caller chooses the keys that stand for turns."""
+    """Training outcome of one revision of an experience, in which any hashable key chosen by the caller names a
+    turn."""
 
     dropped: str | None
     reason: str | None
@@ -197,14 +198,14 @@ class LineageOutcomes:
     """Reverted outcome by undone revision."""
 
     def add(self, revision: int, outcome: RevisionOutcome) -> bool:
-        """Apply an outcome. Return False if the revision was trained before and is reported as trained again."""
+        """Store the outcome of a revision. Return False if it is reported as trained although it was trained before."""
         earlier = self.outcomes.get(revision)
         if earlier is None or earlier.dropped is not None:
             self.outcomes[revision] = outcome
             return True
         return outcome.dropped is not None
 
-    def undo(self, undone: Undone) -> bool:
+    def undo(self, undone: RevertedOutcome) -> bool:
         """Revert the training outcome of a revision, because the weights went back to an earlier version. Return False
         if there was nothing to revert.
         """
@@ -217,7 +218,7 @@ class LineageOutcomes:
         self._undone[undone.revision] = undone.queued
         return was_held or requeued
 
-    def restore(self, restored: Restored) -> bool:
+    def restore(self, restored: RestoredOutcome) -> bool:
         """Mark an undone revision of an experience as trained again. Return False if it was not undone."""
         outcome = self._undone_outcomes.pop(restored.revision, None)
         if outcome is None:
@@ -263,7 +264,7 @@ class TurnFacts:
 
 
 def turn_statuses(turn: TurnFacts, in_training: Sequence[TurnStatus]) -> list[TurnStatus]:
-    """Return the statuses that events give a turn, the valid one first. A second one contradicts the first.
+    """Return all statuses of a turn according to its events, the valid one first. A second one is a contradiction.
 
     Args:
         turn: the facts about the turn.

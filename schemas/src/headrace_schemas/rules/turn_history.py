@@ -1,4 +1,4 @@
-"""Whole turns from turns that extend earlier ones.
+"""Restoring the whole prompt of turns that refer to an earlier turn of their session.
 
 A long session repeats its history in each call, so a turn may refer to an earlier turn of its session instead
 (`Turn.extends`). A reader of `turns` that needs whole prompts passes each turn, in the order of the topic, to
@@ -41,7 +41,7 @@ class TurnHistory:
         if turn.extends is not None:
             earlier = self._turns.get((turn.session_key, turn.extends.turn_id))
             if earlier is None:
-                raise unresolved(turn, "was not read before; read the session from an earlier offset")
+                raise unresolved(turn, "that turn was not read before; read the session from an earlier offset")
             self._turns.move_to_end((turn.session_key, turn.extends.turn_id))
             turn = extend(earlier, turn)
         self._store(turn)
@@ -68,18 +68,18 @@ def extend(earlier: Turn, turn: Turn) -> Turn:
     """
     reference = turn.extends
     if reference is None or reference.turn_id != earlier.turn_id or earlier.session_key != turn.session_key:
-        raise unresolved(turn, "is another turn than the one that was passed")
+        raise unresolved(turn, f"the turn that was passed is {earlier.turn_id!r}; pass the turn that extends names")
     if earlier.extends is not None:
-        raise unresolved(turn, "is not whole itself; resolve it first")
+        raise unresolved(turn, "that turn lacks the beginning of its prompt itself; restore it first")
     if reference.choice >= len(earlier.choices):
-        raise unresolved(turn, f"has no choice {reference.choice}")
+        raise unresolved(turn, f"that turn has no choice {reference.choice}")
     choice = earlier.choices[reference.choice]
     shared = (earlier.prompt_token_ids + choice.token_ids)[: reference.tokens]
     if len(shared) != reference.tokens or token_digest(shared) != reference.digest:
-        raise unresolved(turn, f"does not have the {reference.tokens} shared token ids")
+        raise unresolved(turn, f"that turn does not begin with the {reference.tokens} shared token ids")
     messages = (*earlier.messages, choice.message)[: reference.messages]
     if len(messages) != reference.messages:
-        raise unresolved(turn, f"does not have the {reference.messages} shared messages")
+        raise unresolved(turn, f"that turn does not begin with the {reference.messages} shared messages")
     changes = {
         "extends": None,
         "messages": (*messages, *turn.messages),
@@ -90,7 +90,7 @@ def extend(earlier: Turn, turn: Turn) -> Turn:
 
 
 def unresolved(turn: Turn, problem: str) -> InvalidEvent:
-    """Return the error of a turn whose reference to an earlier turn (`extends`) has this `problem`."""
+    """Return the error of `turn`, whose reference to an earlier turn (`extends`) has this `problem`, a clause."""
     named = printable(turn.extends.turn_id) if turn.extends else None
     return InvalidEvent(UNRESOLVED, f"extends.turn_id = {named!r}: {problem}")
 

@@ -1,4 +1,5 @@
-"""Base classes and field types of all events. Building an event is strict, reading one accepts unknown fields."""
+"""Base classes and field types of all events. Constructing an event refuses unknown fields, parsing one ignores
+them."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def utcnow() -> datetime:
 
 
 class Model(BaseModel):
-    """Frozen value that refuses unknown fields. Only `Event.from_json` accepts them, for events of newer producers."""
+    """Immutable pydantic model that refuses unknown fields. Only `Event.from_json`, which parses events of newer
+    producers, ignores them.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="null")
 

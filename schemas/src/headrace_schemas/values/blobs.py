@@ -65,7 +65,7 @@ class File(Model):
 
 
 class Fingerprint(Model):
-    """Reference values that identify a version's weights: logprobs of fixed tokens, `token_ids[1:]`, at temperature 1.
+    """Logprobs of the fixed tokens `token_ids[1:]` at temperature 1, by which a version's weights are recognised.
 
     The trainer computes them, and the engine compares its own with them after loading the weights.
     """
@@ -118,10 +118,10 @@ class Manifest(Model):
         return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
 
     @property
-    def acting_files(self) -> dict[str, str]:
-        """SHA-256 by path of the files that can change a prompt or the end of an answer: all files except the weights.
+    def non_weight_files(self) -> dict[str, str]:
+        """SHA-256 by path of all files except the weights: those that can change a prompt or the end of an answer.
 
-        The result is empty for an adapter, because the files of its base apply.
+        It is empty for an adapter, because the files of its base apply.
         """
         files = self.files if self.kind == "full" else ()
         return {
@@ -132,10 +132,10 @@ class Manifest(Model):
 
     @property
     def token_files(self) -> dict[str, str]:
-        """The entries of `acting_files` that determine the tokens of a conversation."""
+        """The entries of `non_weight_files` that determine the tokens of a conversation."""
         return {
             path: sha256
-            for path, sha256 in self.acting_files.items()
+            for path, sha256 in self.non_weight_files.items()
             if path in _TOKENIZER_FILES or PurePosixPath(path).suffix in {".jinja", ".model"}
         }
 
@@ -145,7 +145,7 @@ class Manifest(Model):
 
         For an adapter the digest has no meaning; use that of its base.
         """
-        parts = [self.tokenizer_sha256, self.template_sha256, self.acting_files]
+        parts = [self.tokenizer_sha256, self.template_sha256, self.non_weight_files]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     @property

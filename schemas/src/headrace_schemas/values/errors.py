@@ -39,7 +39,7 @@ _COUNTS = re.compile(r"^['\"]?(?:\d{1,6}(?:\.\d+)?|true|false|null|none|\(hidden
 """Values that are no secrets, such as 17 in `tokens: 17`."""
 
 
-def redacted(text: str) -> str:
+def redact(text: str) -> str:
     """Return `text`, cut to 65,536 characters, without parts that look like secrets.
 
     The time is linear in its length.
@@ -60,11 +60,11 @@ def is_secret(name: str) -> bool:
     return last not in _NO_SECRETS and closest(last, _WORDS, cutoff=0.65) is not None
 
 
-def redacted_value(name: str, value: object) -> str:
+def redact_value(name: str, value: object) -> str:
     """Return the value of the setting `name` for a message, without secrets."""
     if is_secret(name):
         return HIDDEN
-    return redacted(repr(_without_secrets(value)))
+    return redact(repr(_without_secrets(value)))
 
 
 class Redactor:
@@ -75,7 +75,7 @@ class Redactor:
         self._secrets = re.compile("|".join(map(re.escape, values))) if values else None
 
     def __call__(self, text: str) -> str:
-        return redacted(self._secrets.sub(HIDDEN, text) if self._secrets else text)
+        return redact(self._secrets.sub(HIDDEN, text) if self._secrets else text)
 
 
 def _without_secrets(value: object) -> object:
@@ -114,7 +114,7 @@ class HeadraceError(Exception):
     """
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(printable_lines(redacted(str(message)), _LENGTH_MAX))
+        super().__init__(printable_lines(redact(str(message)), _LENGTH_MAX))
 
 
 class InvalidEvent(HeadraceError):

@@ -170,9 +170,8 @@ def owner_of(source: str) -> str | None:
     return RESERVED.get(_split(source)[0])
 
 
-def giver_of(source: str) -> str | None:
-    """Return the service of Headrace that alone may send rewards of `source`, or None if external producers may send
-    them.
+def reserved_producer(source: str) -> str | None:
+    """Return the only Headrace service that may send rewards of `source`, or None if external producers may send them.
 
     Services send the rewards of reserved sources. The scorer sends those of `feedback` and its metrics.
     """
@@ -181,7 +180,7 @@ def giver_of(source: str) -> str | None:
 
 
 def refusal_of(name: str, *, whole_word: bool = True) -> str | None:
-    """Return the reason why callers must not use `name`, or None if they may.
+    """Return the reason why callers must not use `name`, as the predicate of a sentence, or None if they may.
 
     Args:
         name: the name of a source, a rater or a metric.
@@ -205,19 +204,19 @@ def _split(source: str) -> tuple[str, bool]:
     return "".join(visible).translate(_PLAIN), at < len(folded)
 
 
-def fits(pattern: str, source: str) -> bool:
+def matches(pattern: str, source: str) -> bool:
     """Return whether `source` matches `pattern`."""
     return _compile(pattern).fullmatch(source) is not None
 
 
-def first_fitting(values: Mapping[str, T], source: str) -> T | None:
+def first_match(values: Mapping[str, T], source: str) -> T | None:
     """Return the value of the first pattern that `source` matches, or None."""
-    return next((value for pattern, value in values.items() if fits(pattern, source)), None)
+    return next((value for pattern, value in values.items() if matches(pattern, source)), None)
 
 
-def fits_any(patterns: Iterable[str], source: str) -> bool:
+def matches_any(patterns: Iterable[str], source: str) -> bool:
     """Return whether `source` matches at least one of the patterns."""
-    return any(fits(pattern, source) for pattern in patterns)
+    return any(matches(pattern, source) for pattern in patterns)
 
 
 @cache

@@ -24,7 +24,7 @@ _IN_CLASS = {"[": r"\[", "&": r"\&", "~": r"\~"}
 """Characters that are literals inside `[...]` in Python and set operators in Rust."""
 
 
-def fits_whole(text: str, pattern: str) -> bool:
+def matches_whole_text(text: str, pattern: str) -> bool:
     """Return whether `pattern` matches the whole `text`. `.` also matches line breaks.
 
     Raises:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from headrace_console.learning import GateRule, describe_rule
 from headrace_runtime.settings.sections import Common, Section
-from headrace_schemas.values.ids import first_fitting
+from headrace_schemas.values.ids import first_match
 
 
 class RewardRules(Section):
@@ -23,7 +23,7 @@ class RewardRules(Section):
 
     def weight(self, source: str) -> float:
         """Return the weight of a source in the reward: that of the first pattern that matches its name, or 0."""
-        return first_fitting(self.weights, source) or 0.0
+        return first_match(self.weights, source) or 0.0
 
 
 class BatchRules(Section):

@@ -16,7 +16,7 @@ from headrace_judge.run_transcript import ChatMessage
 from headrace_judge.settings import EndpointSettings
 from headrace_runtime.errors import HeadraceError, SettingError, Unavailable
 from headrace_schemas.values.base import utcnow
-from headrace_schemas.values.errors import redacted
+from headrace_schemas.values.errors import redact
 from headrace_schemas.values.ids import key_of_response, uuid7
 from headrace_schemas.values.text import printable, storable
 
@@ -221,7 +221,7 @@ def _quoted(content: bytes) -> str:
     except (ValueError, KeyError, TypeError, RecursionError):
         message = None
     text = message if isinstance(message, str) else content[:_QUOTED_BYTES_MAX].decode(errors="replace")
-    return f": {printable(redacted(text[:_QUOTED_BYTES_MAX]).strip())!r}" if text.strip() else ""
+    return f": {printable(redact(text[:_QUOTED_BYTES_MAX]).strip())!r}" if text.strip() else ""
 
 
 def _completion(response: _Response) -> Completion:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, cast
 from headrace_schemas import Branch, Edit, Feedback, Message, PreferenceSide, TurnReward
 from headrace_schemas.events.feedback import Outcome
 from headrace_schemas.events.opinion import values_of
-from headrace_schemas.values.ids import derived_id, fits_any
+from headrace_schemas.values.ids import derived_id, matches_any
 from headrace_scorer.feedback_matching import FeedbackSet
 from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 
@@ -100,7 +100,7 @@ def thumbs_of(
     for_run: dict[str, list[float]] = {}
     for_turns: dict[str, list[float]] = {}
     for key, latest in _latest_values(feedback_set, answers, labels).items():
-        if fits_any(teachers, key.source):
+        if matches_any(teachers, key.source):
             for rater, rated in latest.items():
                 if rated.value is not None:
                     (for_turns if key.turn_id else for_run).setdefault(rater, []).append(rated.value)
@@ -120,7 +120,7 @@ def _latest_values(
     """Return the latest value of each rater by ledger key. Raters are in the order of their values in the log."""
     latest_values: dict[EntryKey, dict[str, _RaterValue]] = defaultdict(dict)
     for event in feedback_set.all:
-        if event.about != "value":
+        if event.feedback_kind != "value":
             continue
         targets = list(_targets(event, answers))
         for source, value in values_of(event, labels):
@@ -170,7 +170,7 @@ def _combine_raters(rated: Sequence[_RaterValue]) -> FeedbackEntry:
 def _edits(feedback_set: FeedbackSet, answers: Collection[Answer], most: int) -> dict[EntryKey, FeedbackEntry]:
     latest: dict[EntryKey, Feedback] = {}
     for event in feedback_set.all:
-        if event.about == "edit" and event.answer in answers:
+        if event.feedback_kind == "edit" and event.answer in answers:
             key = EntryKey("edit", *event.answer, event.rater or "", event.source)
             latest.pop(key, None)
             latest[key] = event

@@ -27,7 +27,7 @@ from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage.isolation import each
 from headrace_runtime.storage.tables import upsert
 from headrace_schemas import Event, Trajectory
-from headrace_schemas.values.ids import fits_any
+from headrace_schemas.values.ids import matches_any
 from headrace_scorer import metrics
 from headrace_scorer.ledger import LedgerEntries
 from headrace_scorer.schema import agreement, agreement_pairs
@@ -179,14 +179,14 @@ class JudgeMonitor:
     def _pairs(self, entries: LedgerEntries) -> list[_Pair]:
         rows = [row for row in entries.rewards() if not row["turn_id"] and row["outcome"] == "scored"]
         rows = [row for row in rows if 0 <= row["value"] <= 1]
-        values = [row["value"] for row in rows if fits_any(self._settings.people, row["source"])]
+        values = [row["value"] for row in rows if matches_any(self._settings.people, row["source"])]
         if not values:
             return []
         mean = math.fsum(values) / len(values)
         return [
             _Pair(row["source"], row["judged_by"] or "", abs(row["value"] - mean))
             for row in rows
-            if fits_any(self._settings.judges, row["source"]) and row["feedback_id"] is None
+            if matches_any(self._settings.judges, row["source"]) and row["feedback_id"] is None
         ]
 
     async def _count(self, tx: AsyncConnection, now: datetime, tenant: str, pair: _Pair) -> None:

@@ -15,7 +15,7 @@ from typing import Literal
 from headrace_schemas import RewardPart
 from headrace_schemas.events.feedback import Outcome
 from headrace_schemas.events.trajectory import NoReward
-from headrace_schemas.values.ids import first_fitting, fits, fits_any
+from headrace_schemas.values.ids import first_match, matches, matches_any
 
 PARTS_MAX = 64
 """Largest number of sources that count in one reward: an experience holds as many parts."""
@@ -62,14 +62,14 @@ class RewardPolicy:
 
     def weight(self, source: str) -> float:
         """Return the weight of a source in the reward, or 0 if no pattern in `weights` matches its name."""
-        return first_fitting(self.weights, source) or 0.0
+        return first_match(self.weights, source) or 0.0
 
     def answered(self, source_rewards: Sequence[SourceReward], learned: str) -> bool:
         """Return whether every expected source except the reward model `learned` has answered.
 
         The reward model is left out because it scores last, from the rewards of the others.
         """
-        patterns = [pattern for pattern in (*self.expected, *self.functions) if not fits(pattern, learned)]
+        patterns = [pattern for pattern in (*self.expected, *self.functions) if not matches(pattern, learned)]
         return _each_fits(patterns, {reward.source for reward in source_rewards})
 
     def complete(self, source_rewards: Sequence[SourceReward]) -> bool:
@@ -118,7 +118,9 @@ class RewardPolicy:
         """
         weights = {source: weight for source in sorted(values) if (weight := self.weight(source))}
         if len(weights) > PARTS_MAX:
-            first = sorted(weights, key=lambda source: (not fits_any(self.required, source), -weights[source], source))
+            first = sorted(
+                weights, key=lambda source: (not matches_any(self.required, source), -weights[source], source)
+            )
             weights = {source: weights[source] for source in sorted(first[:PARTS_MAX])}
         total = sum(weights.values()) if self.combine == "mean" else 1.0
         return tuple(
@@ -157,4 +159,4 @@ class RewardPolicy:
 
 def _each_fits(patterns: Iterable[str], sources: Iterable[str]) -> bool:
     names = list(sources)
-    return all(any(fits(pattern, name) for name in names) for pattern in patterns)
+    return all(any(matches(pattern, name) for name in names) for pattern in patterns)

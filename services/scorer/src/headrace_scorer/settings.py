@@ -12,7 +12,7 @@ from headrace_runtime.registries import OrNameIn
 from headrace_runtime.settings.sections import Port, Section, ServiceSettings
 from headrace_runtime.settings.source_values import SourceValues
 from headrace_schemas.values.bounds import WEIGHT_MAX
-from headrace_schemas.values.ids import first_fitting
+from headrace_schemas.values.ids import first_match
 from headrace_scorer import INFO
 from headrace_scorer.functions.loading import REWARDS
 from headrace_scorer.learned.models import LearnedSettings
@@ -81,7 +81,7 @@ class ScorerSettings(ServiceSettings, SourceValues):
     @model_validator(mode="after")
     def _check_required_sources(self) -> Self:
         for name in self.required:
-            weight = first_fitting(self.weights, name) or 0.0
+            weight = first_match(self.weights, name) or 0.0
             if "*" not in name and not weight:
                 raise ValueError(f"required source {name!r} has no weight; add it to weights")
         return self

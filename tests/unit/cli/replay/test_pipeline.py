@@ -32,7 +32,7 @@ from headrace_operations.replay.program import Program, failure_reason, start_pr
 from headrace_operations.replay.request import Report, Request, make
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_runtime.services import ServiceInfo
-from headrace_schemas import BatchRecord, Experience, Read, TrainingMetrics, TrainingOutcome
+from headrace_schemas import BatchRecord, Experience, PartitionRead, TrainingMetrics, TrainingOutcome
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.programs import DryRunBatch, DryRunLine
 from tests.support.turns import START, experience
@@ -171,11 +171,11 @@ DIGEST = "0" * 64
 VERSION = "m@0123456789abcdef"
 
 
-def reads(*pairs: tuple[int, int]) -> tuple[Read, ...]:
-    return tuple(Read(partition=partition, until=until) for partition, until in pairs)
+def reads(*pairs: tuple[int, int]) -> tuple[PartitionRead, ...]:
+    return tuple(PartitionRead(partition=partition, until=until) for partition, until in pairs)
 
 
-def account(number: int, *batches: BatchRecord, read: tuple[Read, ...] = (), **fields: Any) -> TrainingMetrics:
+def account(number: int, *batches: BatchRecord, read: tuple[PartitionRead, ...] = (), **fields: Any) -> TrainingMetrics:
     defaults = {"time": START, "model": "m", "lineage": "main", "step": number, "account": number}
     return TrainingMetrics.model_validate({**defaults, "batches": batches, "read": read, **fields})
 

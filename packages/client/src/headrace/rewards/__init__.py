@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_schemas.lazy import lazily
+from headrace_schemas.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from headrace.rewards.answers import (
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from headrace.rewards.natural_signals import Hint, hints, signals
     from headrace.rewards.serving import consume, serve, verdict
 else:
-    __getattr__, __dir__ = lazily(
+    __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "headrace.rewards.answers": (

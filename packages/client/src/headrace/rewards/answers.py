@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from headrace_schemas.values.linear_pattern import fits_whole
+from headrace_schemas.values.linear_pattern import matches_whole_text
 
 if TYPE_CHECKING:
     from headrace_schemas import Message, Tool, ToolCall
@@ -82,7 +82,7 @@ def follows(answer: str, pattern: str | re.Pattern[str]) -> float:
     """
     if isinstance(pattern, re.Pattern):
         return float(pattern.fullmatch(answer.strip()) is not None)
-    return float(fits_whole(answer.strip(), pattern))
+    return float(matches_whole_text(answer.strip(), pattern))
 
 
 _STEP = re.compile(r"^[ \t]*(?:(?:step\s*)?\d+[.):]|[-*\u2022])[ \t]+(\S.*)$", re.IGNORECASE | re.MULTILINE)

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_schemas.lazy import lazily
+from headrace_schemas.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from headrace_integrations.hello_agents.rewards import create_reward
     from headrace_integrations.hello_agents.tool import AgenticRLPipeline, RLTrainingTool
     from headrace_integrations.practice.data_sets import check_rows
 else:
-    __getattr__, __dir__ = lazily(
+    __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "headrace_integrations.practice.data_sets": ("check_rows",),

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_schemas.lazy import lazily
+from headrace_schemas.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from headrace_integrations.practice.runs import Run, asked, call_agent, plugged
     from headrace_integrations.practice.training import OutcomeWatch, SessionOutcome, Step, practise, train_on_tasks
 else:
-    __getattr__, __dir__ = lazily(
+    __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "headrace_integrations.practice.runs": ("Run", "asked", "call_agent", "plugged"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_schemas.lazy import lazily
+from headrace_schemas.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from headrace_integrations.judging import DPOTrainer, HumanPreferenceCollector, LLMJudge, RewardFunction
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         evaluate_win_rate,
     )
 else:
-    __getattr__, __dir__ = lazily(
+    __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "headrace_integrations.practice.collecting": ("run_and_collect",),

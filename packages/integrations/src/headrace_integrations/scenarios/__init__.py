@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_schemas.lazy import lazily
+from headrace_schemas.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from headrace_integrations.scenarios.games import GameTrainer, MultiAgentGame, evaluate_win_rate
     from headrace_integrations.scenarios.maths import MathAgentTrainer
     from headrace_integrations.scenarios.tool_use import ToolUseEvaluator, ToolUseTrainer
 else:
-    __getattr__, __dir__ = lazily(
+    __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "headrace_integrations.scenarios.games": ("GameTrainer", "MultiAgentGame", "evaluate_win_rate"),

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_schemas.lazy import lazily
+from headrace_schemas.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from headrace_integrations.practice.sinks import (
@@ -46,7 +46,7 @@ else:
             "WriteRefused", "mark", "read_only",
         ),
     }  # fmt: skip
-    __getattr__, __dir__ = lazily(__name__, names)
+    __getattr__, __dir__ = lazy_exports(__name__, names)
 
 __all__ = [
     "CopyCounts", "Door", "ExplicitMarkingStrategy", "HeadraceDoor", "HeadraceSink", "SamplingRateStrategy",

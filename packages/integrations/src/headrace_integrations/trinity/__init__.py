@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_schemas.lazy import lazily
+from headrace_schemas.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from headrace_integrations.trinity.workflows import (
@@ -32,7 +32,7 @@ else:
             "TrinityExperience", "TrinityTask", "Workflow", "run_workflow",
         ),
     }  # fmt: skip
-    __getattr__, __dir__ = lazily(__name__, names)
+    __getattr__, __dir__ = lazy_exports(__name__, names)
 
 __all__ = [
     "EID", "AgentScopeReActAgent", "AgentScopeReActWorkflow", "Experience", "ModelWrapper", "Task",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_schemas.lazy import lazily
+from headrace_schemas.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from headrace_integrations.selection import avg_time_judge, avg_token_consumption_judge, select_model, tune_prompt
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from headrace_integrations.tuner.tuning import tune
 else:
-    __getattr__, __dir__ = lazily(
+    __getattr__, __dir__ = lazy_exports(
         __name__,
         {
             "headrace_integrations.tuner.configs": (

@@ -28,7 +28,7 @@ from headrace_operations.replay.program import start_program
 from headrace_operations.supervisor import Supervisor
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_schemas import Checkpoint, Experience, Replica, Routing, ServedVersion
-from headrace_schemas.programs import Measure, Measured, ShortRun
+from headrace_schemas.programs import MeasureRequest, MeasureResult, ShortRun
 from headrace_schemas.values.errors import InvalidEvent
 from headrace_schemas.values.text import decode_text
 from headrace_statistics.intervals import Score
@@ -167,11 +167,11 @@ async def _measure(
     """
     await server.serve(base, checkpoint)
     overrides = request.overrides({"registry.gate.base_url": server.base_url})
-    request_line = Measure(version=checkpoint.version, plays=request.plays)
+    request_line = MeasureRequest(version=checkpoint.version, plays=request.plays)
     results = await _run_filter("registry", "audits", overrides, [("measure", request_line.model_dump_json().encode())])
     if not results:
         raise HeadraceError(f"{checkpoint.version} the registry program returned no scores")
-    return Measured.model_validate_json(results[0]).scores
+    return MeasureResult.model_validate_json(results[0]).scores
 
 
 async def _run_filter(

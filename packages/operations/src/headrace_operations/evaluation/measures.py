@@ -19,7 +19,7 @@ from typing import Any
 from headrace.errors import HeadraceError, UsageError
 from headrace_operations.evaluation.tasks import EvaluationTask, Playthrough
 from headrace_runtime.registries import PluginError, Registry
-from headrace_schemas.values.linear_pattern import fits_whole
+from headrace_schemas.values.linear_pattern import matches_whole_text
 from headrace_schemas.values.plain_values import plain_number
 
 Compute = Callable[[EvaluationTask, Playthrough], object]
@@ -131,7 +131,7 @@ def follows_format(task: EvaluationTask, played: Playthrough) -> bool | None:
     if pattern is None and not tool_names:
         return None
     valid = all(name in tool_names and isinstance(arguments, dict) for name, arguments in played.calls)
-    return valid and (pattern is None or fits_whole(played.text.strip(), str(pattern)))
+    return valid and (pattern is None or matches_whole_text(played.text.strip(), str(pattern)))
 
 
 def tool(task: EvaluationTask, played: Playthrough) -> float | None:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace_schemas.lazy import lazily
+from headrace_schemas.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from headrace_operations.jobs.job import Job, RowOptions
     from headrace_operations.jobs.runner import run
 else:
-    __getattr__, __dir__ = lazily(
+    __getattr__, __dir__ = lazy_exports(
         __name__, {"headrace_operations.jobs.job": ("Job", "RowOptions"), "headrace_operations.jobs.runner": ("run",)}
     )
 

@@ -41,7 +41,7 @@ from headrace_runtime.process.logs import get_logger
 from headrace_runtime.settings.sections import Common, SecuritySettings, ServiceSettings, is_loopback
 from headrace_runtime.storage import disk
 from headrace_schemas.http.registry_api import SourceList, SourceState
-from headrace_schemas.values.errors import HIDDEN, is_secret, redacted
+from headrace_schemas.values.errors import HIDDEN, is_secret, redact
 from headrace_schemas.values.ids import decode_name, decode_path, decode_segment
 from headrace_schemas.values.text import closest, printable
 
@@ -81,7 +81,7 @@ def app(
         healthy = all(result is True for result in results.values())
         note_results = {name: await _run_check(note) for name, note in (notes or {}).items()}
         all_results = {**results, **note_results, "disk": disk_result}
-        reasons = {name: redacted(result) for name, result in all_results.items() if isinstance(result, str)}
+        reasons = {name: redact(result) for name, result in all_results.items() if isinstance(result, str)}
         body: dict[str, object] = {
             "status": "ok" if healthy else "unready",
             "checks": {name: result is True for name, result in results.items()},
@@ -292,7 +292,7 @@ def _without_secrets(name: str, value: JsonValue) -> JsonValue:
         return [_without_secrets(name, item) for item in value]
     if not isinstance(value, str):
         return value
-    return HIDDEN if value and is_secret(name) else redacted(value)
+    return HIDDEN if value and is_secret(name) else redact(value)
 
 
 log = get_logger(__name__)

@@ -26,7 +26,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event, Reward
 from headrace_schemas.events.envelope import Envelope, Headers, is_own, parse_record
 from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX, BlobRef
-from headrace_schemas.values.ids import derived_id, giver_of
+from headrace_schemas.values.ids import derived_id, reserved_producer
 from headrace_schemas.values.text import printable, storable
 
 _STRING = rb'[^"\\]*+(?:\\.[^"\\]*+)*+'
@@ -75,7 +75,7 @@ _REVISION_MAX = 1_000_000_000
 
 def check(reward: Reward, producer: str) -> None:
     """Raise `InvalidEvent` if `producer`, the source of the envelope, must not give this reward."""
-    giver = giver_of(reward.source)
+    giver = reserved_producer(reward.source)
     if giver is not None:
         if producer != f"headrace/{giver}":
             text = f"source: {printable(reward.source)!r} is reserved for the {giver}; use another source"

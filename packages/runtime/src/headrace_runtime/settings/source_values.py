@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from headrace_runtime.settings.sections import Section
 from headrace_schemas.values.base import Text
 from headrace_schemas.values.bounds import Score
-from headrace_schemas.values.ids import first_fitting
+from headrace_schemas.values.ids import first_match
 from headrace_schemas.values.text import printable
 
 
@@ -32,7 +32,7 @@ class SourceValues(Section):
 
     def violation(self, source: str, value: float | None) -> str | None:
         """Return the reason why `source` must not give `value`, or None if it may."""
-        limits = first_fitting(self.ranges, source)
+        limits = first_match(self.ranges, source)
         if value is None or limits is None or limits[0] <= value <= limits[1]:
             return None
         return (

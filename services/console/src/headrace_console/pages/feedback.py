@@ -88,7 +88,7 @@ def valid_feedback(newest_first: Iterable[Feedback], rater: str, turn_id: str | 
     named = (turn_id,) if turn_id is not None else ()
     for event in newest_first:
         if (event.source, event.rater, event.msg_ids) == (SOURCE, rater, named):
-            last.setdefault(event.about, event)
+            last.setdefault(event.feedback_kind, event)
     return {kind: event for kind, event in last.items() if not event.withdrawn}
 
 

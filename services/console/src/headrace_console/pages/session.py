@@ -248,7 +248,7 @@ def _feedback(
         "has_text": True,
         "source": event.metric_source,
         "rater": event.rater or "",
-        "kind": f"{event.about} withdrawn" if event.withdrawn else event.about,
+        "kind": f"{event.feedback_kind} withdrawn" if event.withdrawn else event.feedback_kind,
         "value": value,
         "comment": event.comment or "",
         "edit": event.edit.text if event.edit is not None else "",
@@ -294,7 +294,7 @@ def feedback_outcomes(
 def _target_of(event: Feedback) -> tuple[Any, ...]:
     """Return the key under which later feedback replaces earlier feedback: source, rater and judged object."""
     pair = event.preference.pair if event.preference is not None else ()
-    return event.source, event.metric, event.rater, event.about, event.level, event.choice, event.msg_ids, pair
+    return event.source, event.metric, event.rater, event.feedback_kind, event.level, event.choice, event.msg_ids, pair
 
 
 def _effect_of(
@@ -303,7 +303,7 @@ def _effect_of(
     reasons = {untrained.get(turn_id) for turn_id in event.msg_ids}
     if reasons and None not in reasons:
         return "trains nothing: " + ", ".join(sorted(str(reason).replace("_", " ") for reason in reasons))
-    if event.about != "value":
+    if event.feedback_kind != "value":
         return "passed to the trainer, whose algorithm decides"
     sources = {event.metric_source, *(f"{event.source}:{metric}" for metric in event.parts)}
     matched = sources & set(counted)

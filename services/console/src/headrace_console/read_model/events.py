@@ -19,13 +19,13 @@ from headrace_schemas import (
     Event,
     Experience,
     Feedback,
-    Restored,
+    RestoredOutcome,
+    RevertedOutcome,
     Reward,
     TrainingMetrics,
     TrainingOutcome,
     Trajectory,
     Turn,
-    Undone,
 )
 from headrace_schemas.rules.training import TURN_ENDING_SOURCES, TrajectoryFacts, no_logprobs_reason
 from headrace_schemas.values.ids import derived_id
@@ -181,7 +181,7 @@ class EventEffects:
         if verdict is not None:
             turn = self._turn(event.tenant, event.msg_ids[0], session).id if event.msg_ids else 0
             self._batch.side.add_verdict(verdict, session, turn, offset)
-        if event.about == "edit":
+        if event.feedback_kind == "edit":
             self._update_edits(session, event)
         if event.value is not None:
             session.thumb = (event.value > _THUMB_THRESHOLD) - (event.value < _THUMB_THRESHOLD)
@@ -202,7 +202,11 @@ class EventEffects:
         if not side.is_new_step(*save):
             return
         dropped: dict[str, int] = {}
-        items: list[TrainingOutcome | Undone | Restored] = [*event.verdicts, *event.undone, *event.restored]
+        items: list[TrainingOutcome | RevertedOutcome | RestoredOutcome] = [
+            *event.verdicts,
+            *event.undone,
+            *event.restored,
+        ]
         for item in items:
             experience = self._batch.experiences.add(pack_id(item.experience_id))
             experience.read_day = self._batch.day

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.rows import OTHER, ExperienceRow, Names, TrajectoryRow, TurnRow
-from headrace_schemas import Restored, TrainingOutcome, Undone
+from headrace_schemas import RestoredOutcome, RevertedOutcome, TrainingOutcome
 from headrace_schemas.rules.training import (
     LineageOutcomes,
     RevisionOutcome,
@@ -191,14 +191,14 @@ def outcomes_of(row: ExperienceRow, lineage: int, names: Names) -> LineageOutcom
             dropped, reason = (None if number is None else names.text(number) for number in (dropped, reason))
             outcomes.add(revision, RevisionOutcome(dropped, reason, frozenset(left_out)))
         elif kind == _UNDONE:
-            outcomes.undo(Undone(experience_id="-", revision=revision, queued=bool(rest[0])))
+            outcomes.undo(RevertedOutcome(experience_id="-", revision=revision, queued=bool(rest[0])))
         else:
-            outcomes.restore(Restored(experience_id="-", revision=revision))
+            outcomes.restore(RestoredOutcome(experience_id="-", revision=revision))
     return outcomes
 
 
 def add_outcome(
-    row: ExperienceRow, save: tuple[int, int], item: TrainingOutcome | Undone | Restored, names: Names
+    row: ExperienceRow, save: tuple[int, int], item: TrainingOutcome | RevertedOutcome | RestoredOutcome, names: Names
 ) -> None:
     """Add an outcome to the history of an experience.
 
@@ -214,7 +214,7 @@ def add_outcome(
         entry = [*save, _OUTCOME, item.revision, *texts, list(item.left_out), *_packed_advantages(item)]
         while entry[-1] in (None, []) and len(entry) > _ENTRY_LENGTH_MIN:
             entry.pop()
-    elif isinstance(item, Undone):
+    elif isinstance(item, RevertedOutcome):
         entry = [*save, _UNDONE, item.revision, int(item.queued)]
     else:
         entry = [*save, _RESTORED, item.revision]

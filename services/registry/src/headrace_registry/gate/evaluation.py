@@ -22,7 +22,7 @@ from headrace_registry.storage.records import TrialResult
 from headrace_runtime.errors import SettingError
 from headrace_runtime.process.programs import Lines
 from headrace_runtime.settings.sections import Common
-from headrace_schemas.programs import Measure, Measured, Tasks
+from headrace_schemas.programs import MeasureRequest, MeasureResult, Tasks
 
 T = TypeVar("T")
 _SEEDS = 2**31
@@ -214,9 +214,9 @@ async def play_audits(_common: Common, settings: RegistrySettings) -> None:
     limiter = AuditLimiter(settings.gate.concurrency)
     lines = Lines()
     async for _, value in lines.read():
-        request = Measure.model_validate_json(value)
+        request = MeasureRequest.model_validate_json(value)
         async with gate.session() as session:
             scores = await play_audit_tasks(session, request.version, request.plays, limiter=limiter)
-        measured = Measured(version=request.version, scores=tuple(scores))
+        measured = MeasureResult(version=request.version, scores=tuple(scores))
         lines.write("measured", measured.model_dump_json().encode())
         lines.flush()

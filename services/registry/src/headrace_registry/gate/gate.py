@@ -21,7 +21,7 @@ from headrace_runtime.errors import HeadraceError, SettingError
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.process.parent_death import bound_to_parent
 from headrace_runtime.process.programs import program_digest, program_environment
-from headrace_schemas.programs import Play, Played, Tasks
+from headrace_schemas.programs import Play, PlayResult, Tasks
 
 OUTPUT_BYTES_MAX = 67_108_864
 """Bytes of output beyond which a run counts as failed."""
@@ -36,7 +36,7 @@ _SPARE_S = 300.0
 """Seconds for which a program that was started ahead waits for a trial."""
 _SHAPES = {
     Tasks: '{"gate": [names of tasks], "audit": [other names]}',
-    Played: '{"version": ..., "task": ..., "seed": ..., "score": 0..1}',
+    PlayResult: '{"version": ..., "task": ..., "seed": ..., "score": 0..1}',
 }
 
 
@@ -253,7 +253,7 @@ class GateSession:
             raise GateFailed(f"a line is longer than {_LINE_BYTES_MAX} bytes") from None
 
     def _handle_line(self, line: bytes, number: int) -> None:
-        message_type: type[Tasks] | type[Played] = Played if self._tasks.done() else Tasks
+        message_type: type[Tasks] | type[PlayResult] = PlayResult if self._tasks.done() else Tasks
         try:
             message = message_type.model_validate_json(line)
         except ValidationError as error:

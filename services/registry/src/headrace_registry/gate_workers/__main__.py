@@ -13,7 +13,7 @@ from headrace_registry.gate.gate import GateFailed
 from headrace_registry.gate_workers.on_ray import PlayDispatcher, WorkerLost
 from headrace_registry.settings import GateSettings
 from headrace_runtime.errors import Unavailable
-from headrace_schemas.programs import Play, Played
+from headrace_schemas.programs import Play, PlayResult
 
 _PLACED_SHARE = 0.8
 """Share of `silence_s` within which workers must start, so that this program reports the failure before the registry
@@ -41,7 +41,7 @@ async def serve(dealer: PlayDispatcher, lines: AsyncIterable[str | bytes], out: 
 
     async def play_one(play: Play) -> None:
         score = await dealer.play(play)
-        played = Played(version=play.version, task=play.task, seed=play.seed, score=score)
+        played = PlayResult(version=play.version, task=play.task, seed=play.seed, score=score)
         print(played.model_dump_json(), file=out, flush=True)
 
     async with asyncio.TaskGroup() as plays:

@@ -217,7 +217,7 @@ class Evidence:
         self._read[age][reading.unit.candidate] += 1
         if age == "maturity":
             self._ratio.update(candidate=reading.unit.candidate)
-            self._ratio_broken = self._ratio_broken or self._ratio.broken(self.plan.sample_ratio_error)
+            self._ratio_broken = self._ratio_broken or self._ratio.ratio_rejected(self.plan.sample_ratio_error)
             for test in self._even:
                 test.update(1.0 if reading.unit.candidate else -1.0)
         for (name, monitor_age), monitor in self._monitors.items():

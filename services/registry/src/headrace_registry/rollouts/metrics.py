@@ -61,7 +61,7 @@ class SessionRecord:
         """
         latest: dict[tuple[object, ...], Feedback] = {}
         for item in self.feedback:
-            if item.about == "value" and (item.value is not None or item.label is not None or item.withdrawn):
+            if item.feedback_kind == "value" and (item.value is not None or item.label is not None or item.withdrawn):
                 target = item.level, tuple(sorted(item.msg_ids)), item.choice
                 latest[item.source, item.metric, item.rater, *target] = item
         return tuple(item for item in latest.values() if item.value is not None and not item.withdrawn)

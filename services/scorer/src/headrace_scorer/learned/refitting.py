@@ -25,7 +25,7 @@ from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage.isolation import is_fatal
 from headrace_runtime.stream.processor import Processor
 from headrace_schemas import Event, Reward, Trajectory
-from headrace_schemas.values.ids import fits_any
+from headrace_schemas.values.ids import matches_any
 from headrace_scorer import metrics
 from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.functions.loading import RewardFunction
@@ -74,8 +74,8 @@ class LearnedSource:
         Sources that read feedback or learn from it are never features.
         """
         readers = {function.source for function in self._functions() if "feedback" in function.parameters}
-        selected = fits_any(self.settings.features, source)
-        is_teacher = fits_any(self.settings.teachers, source)
+        selected = matches_any(self.settings.features, source)
+        is_teacher = matches_any(self.settings.teachers, source)
         return selected and not is_teacher and source not in readers and not source.startswith(PREFIX)
 
     def features(self, trajectory: Trajectory, entries: LedgerEntries) -> dict[str, float]:

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
-from headrace_schemas.values.ids import fits_any
+from headrace_schemas.values.ids import matches_any
 from headrace_scorer.learned.models import (
     Column,
     Features,
@@ -148,7 +148,7 @@ def fit(runs: Sequence[ThumbedRun], unrated: Sequence[Features], requirements: F
         reason = f"{facts.thumbs} thumbs; scorer.learned.thumbs_min requires {requirements.thumbs_min}"
         return _unfitted_model(facts, requirements, reason)
     selected, refused = columns.columns_of([run.features for run in ordered], unrated)
-    selected = [replace(column, controlled=fits_any(requirements.controlled, column.name)) for column in selected]
+    selected = [replace(column, controlled=matches_any(requirements.controlled, column.name)) for column in selected]
     facts = replace(facts, refused=tuple(refused))
     if not selected:
         return _unfitted_model(facts, requirements, "no feature differs between runs")

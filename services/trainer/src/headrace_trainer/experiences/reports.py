@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from headrace_schemas import BatchRecord, Experience, Read, Restored, TrainingOutcome, Undone
+from headrace_schemas import BatchRecord, Experience, PartitionRead, RestoredOutcome, RevertedOutcome, TrainingOutcome
 from headrace_schemas.events.checkpoint import TURNS_MAX, DropReason, TurnAdvantage
 from headrace_schemas.values.base import Model
 from headrace_trainer.experiences.examples import BRANCH, CorrectionRules, Example
@@ -80,18 +80,18 @@ class SaveReport(NamedTuple):
     """Published part of a save: outcomes, reversals and batches since the previous save."""
 
     outcomes: tuple[TrainingOutcome, ...] = ()
-    undone: tuple[Undone, ...] = ()
-    restored: tuple[Restored, ...] = ()
+    undone: tuple[RevertedOutcome, ...] = ()
+    restored: tuple[RestoredOutcome, ...] = ()
     batches: tuple[BatchRecord, ...] = ()
-    read: tuple[Read, ...] = ()
+    read: tuple[PartitionRead, ...] = ()
 
 
 class Unreported(Model):
     """Outcomes that did not fit into the last report and are in the next one."""
 
     outcomes: tuple[TrainingOutcome, ...] = ()
-    undone: tuple[Undone, ...] = ()
-    restored: tuple[Restored, ...] = ()
+    undone: tuple[RevertedOutcome, ...] = ()
+    restored: tuple[RestoredOutcome, ...] = ()
 
 
 def training_outcome(

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from headrace_runtime.clock import epoch_ms
-from headrace_schemas import BatchRecord, Experience, Read, Restored, TrainingOutcome, Undone
+from headrace_schemas import BatchRecord, Experience, PartitionRead, RestoredOutcome, RevertedOutcome, TrainingOutcome
 from headrace_schemas.events.checkpoint import LISTED_MAX, DropReason
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.experiences import reports
@@ -55,8 +55,8 @@ class LineageState:
         promoted: tuple[str, ...] = (),
         steps: int = 0,
         outcomes: Sequence[TrainingOutcome] = (),
-        undone: Sequence[Undone] = (),
-        restored: Sequence[Restored] = (),
+        undone: Sequence[RevertedOutcome] = (),
+        restored: Sequence[RestoredOutcome] = (),
         left_out: Sequence[str] = (),
     ) -> None:
         self.limits = limits
@@ -78,7 +78,7 @@ class LineageState:
         """Revisions that the weights hold again since the last save. They stay unchanged until they are saved."""
         self.batches: list[BatchRecord] = []
         """Batches since the last save."""
-        self.read: list[Read] = []
+        self.read: list[PartitionRead] = []
         """Ranges of the topic that were read after the last of these batches."""
         self.left_out = list(left_out)
         """Experiences that no step can train, since the last batch."""
@@ -109,7 +109,7 @@ class LineageState:
             return
         if self.read and self.read[-1].partition == partition:
             self.read.pop()
-        self.read.append(Read(partition=partition, until=offset + 1))
+        self.read.append(PartitionRead(partition=partition, until=offset + 1))
 
     def admit(self, experience: Experience, position: tuple[int, int], now: datetime) -> Decision:
         """Decide about an experience that arrived at `position` (partition and offset), and record the decision."""
@@ -203,7 +203,7 @@ class LineageState:
         item = self.queue.get(name)
         if item is not None and item.experience.revision == revision:
             self._remove(name)
-        self.restored.append(Restored(experience_id=name, revision=revision))
+        self.restored.append(RestoredOutcome(experience_id=name, revision=revision))
 
     def bus_positions(self, names: Iterable[str]) -> dict[tuple[int, int], str]:
         """Return the bus positions of the experiences that can be trained again, up to the room in the queue."""
@@ -259,7 +259,7 @@ class LineageState:
         """Note that the outcomes of these revisions no longer hold. Revision `again`, if any, is queued once more."""
         for revision in sorted({*revisions, *(() if again is None else (again,))}):
             UNDONE.labels(str(revision == again).lower()).inc()
-            self.undone.append(Undone(experience_id=name, revision=revision, queued=revision == again))
+            self.undone.append(RevertedOutcome(experience_id=name, revision=revision, queued=revision == again))
 
     def drop(self, item: WaitingExperience, reason: DropReason, detail: str | None = None) -> None:
         """Remove a waiting experience from the queue for good."""
