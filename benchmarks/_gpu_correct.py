@@ -65,7 +65,7 @@ def logprobs_and_gradients(
     if wide:
         policy.model.double()
     batch = batch_of(LENGTHS, 1024)
-    pack = policy.collate([batch.weighted(row) for row in batch.rows])
+    pack = policy.collate([batch.with_token_weight(row) for row in batch.rows])
     weight_N = torch.from_numpy(np.random.default_rng(2).normal(size=len(pack.targets_N))).to(policy.device)
 
     def slope(logprobs: Tensor, part: slice) -> Tensor:

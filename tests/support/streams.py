@@ -102,7 +102,7 @@ class Service:
 def producer_of(event: Event) -> str:
     """Return the name of the producer of an event: for a reward its service, otherwise a service of ours."""
     reserved = reserved_producer(event.source) if isinstance(event, Reward) else None
-    return f"headrace/{giver or 'test'}"
+    return f"headrace/{reserved or 'test'}"
 
 
 @dataclass
@@ -133,7 +133,7 @@ class Bench:
         if value is not None and len(value) > PAYLOAD_BYTES_MAX:
             ref = self.processor.blobs.put(value)
             value, dataref = ref.model_dump_json().encode(), ref.uri
-        headers = Envelope.of(event, producer or reserved_producer(event), dataref=dataref).headers() if event else ()
+        headers = Envelope.of(event, producer or producer_of(event), dataref=dataref).headers() if event else ()
         key = event.key.encode() if event else None
         records.append(Record(topic, partition, len(records), key, value, headers))
         return records[-1]

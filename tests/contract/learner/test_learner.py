@@ -85,7 +85,7 @@ class PassesOverCorrections(RememberingLearner):
     """Faulty learner that trains only new rows and ignores corrections."""
 
     def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
-        return super().step(Batch(batch.first or batch.rows, batch.full_rows), stop, from_base=from_base)
+        return super().step(Batch(batch.first_rows or batch.rows, batch.full_rows), stop, from_base=from_base)
 
 
 class Unmeasured(RememberingLearner):

@@ -117,7 +117,7 @@ def test_the_older_half_makes_room(make: Make, tmp_path: Path) -> None:
         event = experience(number, name(0), task=f"t{number}", run="0", reward=0.0)
         state.admit(event, (0, number), START + timedelta(seconds=after_s))
     now = START + timedelta(seconds=71)
-    assert cutter.next(state, now) == ()
+    assert cutter.next_batch(state, now) == ()
     assert [(event.experience_id, event.dropped) for event in state.outcomes] == [
         ("e0", "singleton"),
         ("e1", "singleton"),
@@ -125,14 +125,14 @@ def test_the_older_half_makes_room(make: Make, tmp_path: Path) -> None:
 
     for number in (12, 13):
         state.admit(experience(number, name(0), task=f"t{number - 10}", run="1", reward=1.0), (0, number), now)
-    batch = cutter.next(state, now)
+    batch = cutter.next_batch(state, now)
     assert [item.experience.experience_id for item in batch] == ["e2", "e12", "e3", "e13"]
 
 
 def test_of_three_the_middle_one_is_of_the_older_half(make: Make) -> None:
     cutter = Cutter(make(advantage={"kind": "grpo"}, group_size=2, group_wait_s=100.0))
     state = waiting(1.0, 2.0, 3.0, group=1, queue_experiences=3)
-    assert cutter.next(state, START + timedelta(seconds=3)) == ()
+    assert cutter.next_batch(state, START + timedelta(seconds=3)) == ()
     assert [outcome.experience_id for outcome in state.outcomes] == ["e0", "e1"]
 
 
@@ -152,16 +152,16 @@ def named(batch: Sequence[WaitingExperience]) -> list[str]:
 def test_where_batches_were_recorded_neither_time_nor_number_makes_one(make: Make) -> None:
     cutter = Cutter(make(cut="recorded", batch_experiences=2))
     state = waiting(1.0, 2.0, 3.0)
-    assert cutter.next(state, END_OF_TIME) == ()
-    assert named(cutter.next(state, START, 3)) == ["e0", "e1", "e2"]
-    assert named(cutter.next(state, START, 1)) == ["e0"]
+    assert cutter.next_batch(state, END_OF_TIME) == ()
+    assert named(cutter.next_batch(state, START, 3)) == ["e0", "e1", "e2"]
+    assert named(cutter.next_batch(state, START, 1)) == ["e0"]
 
 
 def test_a_recorded_batch_is_of_whole_groups_else_of_those_that_time_had_cut(make: Make) -> None:
     cutter = Cutter(make(cut="recorded", advantage={"kind": "grpo"}, group_size=3, group_wait_s=10.0))
     state = waiting(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, group=3)
-    assert named(cutter.next(state, START, 6)) == ["e0", "e1", "e2", "e3", "e4", "e5"]
-    assert named(cutter.next(state, START, 8)) == [f"e{number}" for number in range(8)]
+    assert named(cutter.next_batch(state, START, 6)) == ["e0", "e1", "e2", "e3", "e4", "e5"]
+    assert named(cutter.next_batch(state, START, 8)) == [f"e{number}" for number in range(8)]
     assert state.outcomes == []
 
 
@@ -171,44 +171,44 @@ def test_a_recorded_batch_is_of_groups_that_were_whole_before_those_that_time_ha
     for number in (6, 7, 8):
         event = experience(number, name(0), task="t2", run=str(number), reward=float(number))
         state.admit(event, (0, number), START + timedelta(seconds=number))
-    assert named(cutter.next(state, START, 3)) == ["e6", "e7", "e8"]
+    assert named(cutter.next_batch(state, START, 3)) == ["e6", "e7", "e8"]
 
 
 def test_what_is_left_of_a_recorded_batch_is_trained_however_little_it_is(make: Make) -> None:
     """The remaining experiences of the batch were deleted from the topic before the replay."""
     cutter = Cutter(make(cut="recorded", batch_experiences=8, batch_experiences_min=4))
-    assert named(cutter.next(waiting(1.0, 2.0), START, 5)) == ["e0", "e1"]
+    assert named(cutter.next_batch(waiting(1.0, 2.0), START, 5)) == ["e0", "e1"]
 
 
 def test_a_full_queue_is_cut_by_the_rules_although_batches_were_recorded(make: Make) -> None:
     cutter = Cutter(make(cut="recorded", batch_experiences=2))
-    assert named(cutter.next(waiting(1.0, 2.0, queue_experiences=2), START)) == ["e0", "e1"]
-    assert cutter.next(waiting(1.0, queue_experiences=2), START) == ()
+    assert named(cutter.next_batch(waiting(1.0, 2.0, queue_experiences=2), START)) == ["e0", "e1"]
+    assert cutter.next_batch(waiting(1.0, queue_experiences=2), START) == ()
 
 
 def test_who_waited_in_vain_is_dropped_and_its_group_is_said_to_be_equal_or_alone(make: Make) -> None:
     cutter = Cutter(make(advantage={"kind": "grpo", "equal_groups": "drop"}, group_size=2, group_wait_s=10.0))
     state = waiting(1.0, 1.0, 2.0, group=2)
-    assert cutter.next(state, START + timedelta(seconds=5)) == ()
+    assert cutter.next_batch(state, START + timedelta(seconds=5)) == ()
     assert [(outcome.experience_id, outcome.dropped, outcome.detail) for outcome in state.outcomes] == [
         ("e0", "singleton", "equal_rewards"),
         ("e1", "singleton", "equal_rewards"),
     ]
-    cutter.next(state, START + timedelta(seconds=30))
+    cutter.next_batch(state, START + timedelta(seconds=30))
     assert [(outcome.experience_id, outcome.detail) for outcome in state.outcomes[2:]] == [("e2", None)]
 
 
 def test_equal_groups_are_trained_where_that_is_wanted(make: Make) -> None:
     equal = {"kind": "grpo", "equal_groups": "train"}
     cutter = Cutter(make(advantage=equal, group_size=2, group_wait_s=10.0, batch_experiences=2))
-    assert named(cutter.next(waiting(1.0, 1.0, group=2), START)) == ["e0", "e1"]
+    assert named(cutter.next_batch(waiting(1.0, 1.0, group=2), START)) == ["e0", "e1"]
 
 
 def test_without_groups_runs_do_not_wait_for_others(make: Make) -> None:
     cutter = Cutter(make(batch_experiences=2, batch_experiences_min=1, batch_wait_s=10.0))
     state = waiting(1.0, group=1)
     state.admit(experience(1, name(0), task=None), (0, 1), START)
-    assert named(cutter.next(state, BEGINNING_OF_TIME)) == ["e0", "e1"]
+    assert named(cutter.next_batch(state, BEGINNING_OF_TIME)) == ["e0", "e1"]
     assert state.outcomes == []
 
 
@@ -216,27 +216,27 @@ def test_a_small_batch_needs_no_second_setting(tmp_path: Path) -> None:
     """A batch smaller than the default minimum must be full, unless the minimum is set."""
     settings = read(tmp_path, "[trainer]\nbase = 'x'\nbatch_experiences = 4")
     ended = START + timedelta(days=1)
-    assert named(Cutter(settings).next(waiting(*[1.0] * 4), ended)) == ["e0", "e1", "e2", "e3"]
-    assert Cutter(settings).next(waiting(*[1.0] * 3), ended) == ()
+    assert named(Cutter(settings).next_batch(waiting(*[1.0] * 4), ended)) == ["e0", "e1", "e2", "e3"]
+    assert Cutter(settings).next_batch(waiting(*[1.0] * 3), ended) == ()
 
 
 def test_an_answer_whose_other_one_never_came_is_dropped(make: Make) -> None:
     cutter = Cutter(make(algorithm="dpo", pair_wait_s=10.0))
     state = LineageState(chain(0), replace(LIMITS, signals=Signals(preferences=True, paired=True)), MemorySettings())
     state.admit(with_signals(1, name(0), preferences=(side("p", "chosen", turn(1)),)), (0, 0), START)
-    assert cutter.next(state, START + timedelta(seconds=9)) == ()
+    assert cutter.next_batch(state, START + timedelta(seconds=9)) == ()
     assert state.outcomes == []
-    assert cutter.next(state, START + timedelta(seconds=10)) == ()
+    assert cutter.next_batch(state, START + timedelta(seconds=10)) == ()
     assert [(outcome.dropped, outcome.detail) for outcome in state.outcomes] == [("singleton", "unpaired")]
 
 
 def test_what_is_too_old_is_dropped_once_there_is_a_new_version(make: Make) -> None:
     cutter = Cutter(make(batch_experiences=9))
     state = waiting(1.0)
-    cutter.next(state, START)
+    cutter.next_batch(state, START)
     for number in range(1, 4):
         state.history = publish(state.history, number, number)
-    cutter.next(state, START)
+    cutter.next_batch(state, START)
     assert [(outcome.experience_id, outcome.dropped) for outcome in state.outcomes] == [("e0", "stale")]
 
 
@@ -255,8 +255,8 @@ def test_a_record_does_not_look_at_all_that_wait_before_a_batch_can_be_complete(
     costs = []
     for size in (10, 500):
         state = waiting(*[1.0] * size)
-        cutter.next(state, START)
-        costs.append(count_operations(lambda state=state: cutter.next(state, START + timedelta(seconds=600))))  # type: ignore[misc]
+        cutter.next_batch(state, START)
+        costs.append(count_operations(lambda state=state: cutter.next_batch(state, START + timedelta(seconds=600))))  # type: ignore[misc]
     assert costs[0] == costs[1]
 
 
@@ -278,12 +278,12 @@ def test_what_an_experience_lacks_is_computed_once_while_nothing_changes(
     for number in range(30):
         event = with_signals(number, name(0), preferences=(side(f"p{number}", "chosen", turn(number)),))
         state.admit(event, (0, number), START)
-        cutter.next(state, START)
+        cutter.next_batch(state, START)
     assert len(state.waiting) == 30
     assert len(computed) <= 30 * 5
     del computed[:]
     state.history = publish(state.history, 1, 1)
-    cutter.next(state, START)
+    cutter.next_batch(state, START)
     assert set(computed) == {f"e{number}" for number in range(30)}
 
 

@@ -52,7 +52,7 @@ named = {name: Algorithm(name) for name in list(globals()) if name in __KINDS__}
 globals().update({f"algorithm_{name}": algorithm for name, algorithm in named.items()})
 """
 REFUSALS = {
-    "ungraded": r"nothing grades the replies of Signals\(replies=True\); declare a `grade`, or Needs\(hindsight=True\)",
+    "ungraded": r"no function grades the replies of Signals\(replies=True\); declare `grade` or Needs",
     "unread": r"its `grade` would never be called with these signals and needs; declare Signals\(replies=True\)",
     "taught": r"its `compute` would never be called with these signals and needs; declare Signals\(rewards=True\)",
     "taught_graded": r"its `grade` would never be called .* and not Needs\(hindsight=True\)",

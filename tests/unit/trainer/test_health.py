@@ -15,7 +15,7 @@ from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer.algorithms.loss import left_out
+from headrace_trainer.algorithms.loss import drifted_rows
 from headrace_trainer.learner import NotFinite, StepResult
 from headrace_trainer.lineage.health import NORMS_MAX, NORMS_MIN, Health, TrainingStopped
 from headrace_trainer.report import Reporter
@@ -96,8 +96,8 @@ def test_sequences_are_left_out_by_their_mean_log_ratio() -> None:
     """The ratios of row 0 cancel; the mean log ratios of rows 1 and 2 are +0.6 and -0.6."""
     drift_N = torch.tensor([5.0, -5.0, 0.6, 0.6, -0.5, -0.7])
     row_N = torch.tensor([0, 0, 1, 1, 2, 2])
-    assert left_out(drift_N, torch.zeros(6), row_N, 3, 0.5).tolist() == [False, True, True]
-    assert left_out(drift_N, torch.zeros(6), row_N, 3, 0.7).tolist() == [False, False, False]
+    assert drifted_rows(drift_N, torch.zeros(6), row_N, 3, 0.5).tolist() == [False, True, True]
+    assert drifted_rows(drift_N, torch.zeros(6), row_N, 3, 0.7).tolist() == [False, False, False]
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def believing(monkeypatch: pytest.MonkeyPatch) -> None:
 def graded(lineage: Lineage, prepared: PreparedBatch) -> tuple[Pack, Pack]:
     """Return the two passes of a step on `prepared`, with the teacher's targets."""
     policy = policy_of(lineage)
-    rows = [prepared.batch.weighted(row) for row in prepared.batch.rows]
+    rows = [prepared.batch.with_token_weight(row) for row in prepared.batch.rows]
     (pack, after), _ = teacher_of(lineage).estimate(policy, [policy.collate(rows)], [], GOING_ON)
     assert after.idle, "it has no part in measures"
     return pack, after

@@ -16,7 +16,15 @@ import pytest
 import torch
 
 from headrace_runtime.kafka.wire import Record
-from headrace_trainer.algorithms.loss import k3, left_out, likelihood, plain, row_counts, row_sums, token_loss
+from headrace_trainer.algorithms.loss import (
+    drifted_rows,
+    k3,
+    likelihood,
+    row_counts,
+    row_sums,
+    token_loss,
+    unweighted_loss,
+)
 from headrace_trainer.algorithms.losses import LossInputs
 from headrace_trainer.algorithms.settings import LossSettings
 from headrace_trainer.batches.batch import Batch
@@ -156,7 +164,7 @@ def test_what_is_left_out_has_no_loss_and_says_so() -> None:
     out_N = torch.arange(len(GRID)) % 3 == 0
     inputs = sampled(out_N)
     clipped_N = torch.arange(len(GRID)) % 2 == 0
-    losses = plain(inputs.current_N, inputs, clipped_N)
+    losses = unweighted_loss(inputs.current_N, inputs, clipped_N)
     assert torch.equal(losses.masked_N, out_N)
     assert torch.equal(losses.clipped_N, clipped_N)
     assert torch.equal(losses.loss_N, torch.where(out_N, 0.0, inputs.current_N))
@@ -172,8 +180,8 @@ def test_rows_that_drifted_are_left_out_by_their_mean_and_in_both_directions() -
     behaviour_N = torch.full((6,), -1.0)
     start_N = torch.tensor([-1.0, -0.5, -2.0, -2.0, -0.4, 0.4])
     row_N = torch.tensor([0, 0, 1, 1, 2, 2])
-    assert left_out(start_N, behaviour_N, row_N, 3, 0.5).tolist() == [False, True, True]
-    assert left_out(start_N, behaviour_N, row_N, 3, 1.0).tolist() == [False, False, False]
+    assert drifted_rows(start_N, behaviour_N, row_N, 3, 0.5).tolist() == [False, True, True]
+    assert drifted_rows(start_N, behaviour_N, row_N, 3, 1.0).tolist() == [False, False, False]
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from headrace_trainer.algorithms.reward_ranges import (
     RewardRanges,
     SourceRange,
 )
-from headrace_trainer.batches.prepare import find_poisoned, prepare
+from headrace_trainer.batches.prepare import find_failing_items, prepare
 from headrace_trainer.experiences import admission
 from headrace_trainer.lineage import lineage
 from tests.algorithms import strays
@@ -47,7 +47,7 @@ def test_the_items_at_fault_are_named(bad: set[int], kind: str) -> None:
         if bad.intersection(some):
             raise ERRORS[kind]()
 
-    culprits = find_poisoned(items, ready)
+    culprits = find_failing_items(items, ready)
     names: set[Any] = {item for item, _ in culprits}
     assert names == bad
     assert all(kind in reason for _, reason in culprits)
@@ -59,7 +59,7 @@ def test_a_batch_that_no_item_is_at_fault_for_blames_nobody() -> None:
             raise ValueError("only together, and whoever is left out")
 
     items: Any = [0, 1, 2, 3]
-    assert find_poisoned(items, ready) == []
+    assert find_failing_items(items, ready) == []
 
 
 @pytest.mark.parametrize("kind", ERRORS)
@@ -169,11 +169,11 @@ def test_a_tenant_has_units_of_its_own() -> None:
     for number in range(40):
         hundreds = event(2 * number + 1, Run(1, 100.0 * (number % 2))).model_copy(update={"tenant": "acme"})
         tenant_event = event(2 * number, Run(0, float(number % 2)))
-        ranges = ranges.absorb([("a", tenant_event), (f"b{number}", hundreds)], LIMITS)
+        ranges = ranges.add_batch([("a", tenant_event), (f"b{number}", hundreds)], LIMITS)
     assert ranges.strays == ()
-    assert ranges.bound(event(200, Run(0, 100.0)), LIMITS).reward == 1.0
+    assert ranges.winsorise(event(200, Run(0, 100.0)), LIMITS).reward == 1.0
     of_acme = event(201, Run(0, 100.0)).model_copy(update={"tenant": "acme"})
-    assert ranges.bound(of_acme, LIMITS) is of_acme
+    assert ranges.winsorise(of_acme, LIMITS) is of_acme
 
 
 def test_a_source_of_the_default_tenant_that_is_named_like_another_tenants_has_units_of_its_own() -> None:
@@ -181,15 +181,17 @@ def test_a_source_of_the_default_tenant_that_is_named_like_another_tenants_has_u
     for number in range(40):
         tenant_event = event(2 * number, Run(0, float(number % 2))).model_copy(update={"tenant": "acme"})
         hundreds = event(2 * number + 1, Run(1, 100.0 * (number % 2), "acme/feedback"))
-        ranges = ranges.absorb([(f"a{number}", tenant_event), (f"b{number}", hundreds)], LIMITS)
+        ranges = ranges.add_batch([(f"a{number}", tenant_event), (f"b{number}", hundreds)], LIMITS)
     stray = event(200, Run(0, 100.0)).model_copy(update={"tenant": "acme"})
-    assert ranges.bound(stray, LIMITS).reward == 1.0
+    assert ranges.winsorise(stray, LIMITS).reward == 1.0
 
 
 def test_only_the_stray_part_of_a_reward_is_winsorised() -> None:
     ranges = RewardRanges(sources={"feedback": range_of([0.0, 1.0] * 20), "judge:r": range_of([0.25, 0.75] * 20)})
     parts = (RewardPart(source="feedback", value=1e6, weight=0.5), RewardPart(source="judge:r", value=0.75, weight=0.5))
-    experience = ranges.bound(event(1, Run(0, 1.0)).model_copy(update={"parts": parts, "reward": 500000.375}), LIMITS)
+    experience = ranges.winsorise(
+        event(1, Run(0, 1.0)).model_copy(update={"parts": parts, "reward": 500000.375}), LIMITS
+    )
     assert [part.value for part in experience.parts] == [1.0, 0.75]
     assert experience.reward == 0.875
 
@@ -205,14 +207,14 @@ def test_a_revision_to_a_stray_value_is_named_and_trains_no_more_than_the_usual_
 
 
 def test_an_alarm_ends_with_the_age_of_its_stray_or_with_a_change_of_unit() -> None:
-    ranges = RewardRanges().absorb([(f"r{n}", event(n, Run(0, float(n % 2)))) for n in range(64)], LIMITS)
-    ranges = ranges.absorb([("stray", event(64, Run(0, 100.0)))], LIMITS)
+    ranges = RewardRanges().add_batch([(f"r{n}", event(n, Run(0, float(n % 2)))) for n in range(64)], LIMITS)
+    ranges = ranges.add_batch([("stray", event(64, Run(0, 100.0)))], LIMITS)
     assert [stray.source for stray in ranges.strays] == ["feedback", "turn rewards"], "the run and its only turn"
     hundreds = [(f"h{n}", event(70 + n, Run(0, 100.0))) for n in range(8)]
-    assert ranges.absorb(hundreds, LIMITS).strays == ()
+    assert ranges.add_batch(hundreds, LIMITS).strays == ()
     later = ranges
     for start in range(0, STRAY_AGE_MAX + 64, 64):
-        later = later.absorb([(f"l{start + n}", event(100 + n, Run(0, float(n % 2)))) for n in range(64)], LIMITS)
+        later = later.add_batch([(f"l{start + n}", event(100 + n, Run(0, float(n % 2)))) for n in range(64)], LIMITS)
     assert later.strays == ()
 
 
@@ -222,20 +224,20 @@ def test_a_checkpoint_of_an_earlier_release_opens_and_a_poisoned_deviation_is_re
         ' "squares": {"total": 1e12, "weight": 100.0, "age": 500.0}, "runs": {}}'
     )
     assert old.ranges == RewardRanges()
-    ranges = RewardRanges().absorb([(f"r{n}", event(n, Run(0, float(n % 2)))) for n in range(64)], LIMITS)
-    assert old.repaired(ranges, LIMITS, {}).squares.value == pytest.approx(0.25)
-    again = Baselines.model_validate_json(old.repaired(ranges, LIMITS, {}).model_dump_json())
+    ranges = RewardRanges().add_batch([(f"r{n}", event(n, Run(0, float(n % 2)))) for n in range(64)], LIMITS)
+    assert old.repair(ranges, LIMITS, {}).squares.value == pytest.approx(0.25)
+    again = Baselines.model_validate_json(old.repair(ranges, LIMITS, {}).model_dump_json())
     assert again.ranges == ranges, "the ranges are part of the checkpoint"
 
 
 @pytest.mark.parametrize(("spreads", "is_kept"), [(1.0, True), (1.9, True), (2.1, False), (10.0, False)])
 def test_a_deviation_of_more_than_two_spreads_is_repaired(spreads: float, is_kept: bool) -> None:
-    ranges = RewardRanges().absorb([(f"r{n}", event(n, Run(0, 10.0 * (n % 2)))) for n in range(64)], LIMITS)
+    ranges = RewardRanges().add_batch([(f"r{n}", event(n, Run(0, 10.0 * (n % 2)))) for n in range(64)], LIMITS)
     bounds = ranges.combined_bounds(LIMITS)
     assert bounds is not None
     total = 100 * (spreads * bounds.spread) ** 2
     old = Baselines.model_validate({"squares": {"total": total, "weight": 100.0, "age": 500.0}})
-    assert (old.repaired(ranges, LIMITS, {}).squares == old.squares) == is_kept
+    assert (old.repair(ranges, LIMITS, {}).squares == old.squares) == is_kept
 
 
 def test_the_same_stream_makes_the_same_batches() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from headrace_schemas import Experience
 from headrace_schemas.events.trajectory import PreferenceSide, TurnReward
-from headrace_trainer.batches.batch import Batch, Row, passes
+from headrace_trainer.batches.batch import Batch, Row, split_into_passes
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_crash import plain_story, tell
 from tests.unit.trainer.test_token_estimators import check_learns
@@ -259,10 +259,10 @@ def test_it_learns_upwards(tmp_path: Path, make: Make, overrides: dict[str, Any]
 
 def test_rows_that_belong_together_are_in_one_pass() -> None:
     rows = [Row.of(experience(n, "m@000000000000", length=10), 1.0, None) for n in range(4)]
-    apart = passes(rows, 10)
+    apart = split_into_passes(rows, 10)
     assert sorted(map(len, apart)) == [1, 1, 1, 1]
     tied = [dataclasses.replace(row, together="p" if n in (0, 3) else "") for n, row in enumerate(rows)]
-    assert sorted(passes(tied, 10)) == [[0, 3], [1], [2]], "even where that is more than a pass should hold"
+    assert sorted(split_into_passes(tied, 10)) == [[0, 3], [1], [2]], "even where that is more than a pass should hold"
     assert Batch(tuple(tied)).digest() != Batch(tuple(rows)).digest()
 
 

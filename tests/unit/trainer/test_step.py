@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace_schemas import Branch, Experience, Span
-from headrace_trainer.algorithms.loss import TokenLoss, clipped
+from headrace_trainer.algorithms.loss import TokenLoss, clipped_loss
 from headrace_trainer.algorithms.losses import LOSSES, Loss, LossInputs
 from headrace_trainer.algorithms.presets import Needs
 from headrace_trainer.algorithms.settings import LossSettings
@@ -326,7 +326,7 @@ def test_a_loss_that_asks_for_the_reference_gets_it(base: Path, monkeypatch: pyt
 
     def compute(sampled: LossInputs, settings: LossSettings) -> TokenLoss:
         seen.append(sampled)
-        return clipped(sampled, settings)
+        return clipped_loss(sampled, settings)
 
     monkeypatch.setattr(LOSSES, "get", lambda _name: Loss(lambda: compute, Needs(reference=True)))
     policy = open_policy(base)

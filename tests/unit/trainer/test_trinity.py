@@ -320,7 +320,7 @@ def test_a_mean_over_trinitys_tokens_weighs_each_as_we_do(batch: Batch, idle: in
     tokens = sum(int(read(trinity_row)["tensors"]["action_mask"].sum()) for trinity_row in handed)
     for row, sent in zip(batch.rows, handed, strict=False):
         advantages = read(sent)["tensors"]["advantages"]
-        expected_gradient = float(row.advantage) * batch.weighted(row).token_weight
+        expected_gradient = float(row.advantage) * batch.with_token_weight(row).token_weight
         trained = row.loss_mask_T[read(sent)["prompt_length"] :]
         assert advantages[trained] / tokens == pytest.approx(
             np.full(trained.sum(), expected_gradient), rel=1e-5, abs=1e-9

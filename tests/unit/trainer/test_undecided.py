@@ -205,10 +205,10 @@ def test_an_undecided_step_also_takes_the_next_recorded_batch(make: Make) -> Non
     """The recorded algorithm decided every step, so the recording has no larger batch after an undecided step."""
     cutter = Cutter(make(cut="recorded", batch_experiences=2))
     state = waiting(1.0, 2.0, 3.0, 4.0, 5.0)
-    assert named(cutter.next(state, START, 2)) == ["e0", "e1"]
-    assert named(cutter.next(state, START, 3, undecided=2)) == ["e0", "e1", "e2", "e3", "e4"]
-    assert cutter.next(state, START, undecided=2) == ()
-    assert named(cutter.next(state, END_OF_TIME, undecided=2)) == ["e0", "e1"]
+    assert named(cutter.next_batch(state, START, 2)) == ["e0", "e1"]
+    assert named(cutter.next_batch(state, START, 3, undecided=2)) == ["e0", "e1", "e2", "e3", "e4"]
+    assert cutter.next_batch(state, START, undecided=2) == ()
+    assert named(cutter.next_batch(state, END_OF_TIME, undecided=2)) == ["e0", "e1"]
 
 
 V = "m@000000000000"

@@ -145,7 +145,7 @@ class DryRun:
     def _act(self, now: datetime, recorded_size: int | None = None) -> bool:
         if self._finished:
             return False
-        items = self._cutter.next(self._state, now, recorded_size)
+        items = self._cutter.next_batch(self._state, now, recorded_size)
         if items:
             self._step(items)
         self._count()

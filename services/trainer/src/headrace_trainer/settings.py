@@ -356,7 +356,7 @@ class TrainerSettings(ServiceSettings):
         if not isinstance(name, str):
             return table
         try:
-            return ALGORITHMS.get(name).under(table)
+            return ALGORITHMS.get(name).merge_settings(table)
         except PluginError:
             return table  # the validation of the field reports the wrong name
 

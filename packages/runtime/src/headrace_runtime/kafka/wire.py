@@ -75,10 +75,10 @@ _REVISION_MAX = 1_000_000_000
 
 def check(reward: Reward, producer: str) -> None:
     """Raise `InvalidEvent` if `producer`, the source of the envelope, must not give this reward."""
-    giver = reserved_producer(reward.source)
-    if giver is not None:
-        if producer != f"headrace/{giver}":
-            text = f"source: {printable(reward.source)!r} is reserved for the {giver}; use another source"
+    service = reserved_producer(reward.source)
+    if service is not None:
+        if producer != f"headrace/{service}":
+            text = f"source: {printable(reward.source)!r} is reserved for the {service}; use another source"
             raise InvalidEvent("reserved_source", text)
     elif reward.revision > _REVISION_MAX:
         raise InvalidEvent("invalid_event", f"revision: {reward.revision} is more than {_REVISION_MAX}; count from 0")

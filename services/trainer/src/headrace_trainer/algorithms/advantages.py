@@ -1,4 +1,4 @@
-"""Computes advantages from rewards on plain numbers: one entry per branch (`_B`), statistics over runs.
+"""Formulas that compute advantages from rewards: one entry per branch (`_B`), statistics over runs.
 
 Each function takes the branches' rewards, their shares of their runs and their runs' names. A run that was split over
 several branches counts once in every mean, however it was split. Formulas and sources: docs/algorithms.md. Sums are
@@ -25,8 +25,10 @@ RESOLUTION = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Advantage of each branch, `(reward - baseline) / scale`, with both terms, by which a later revision is
-    compared."""
+    """Advantages of branches, `(reward - baseline) / scale`, with baselines and scales.
+
+    A later revision of a branch's reward is compared with the same baseline and scale.
+    """
 
     values_B: Floats
     baselines_B: Floats
@@ -145,7 +147,7 @@ def run_means(
         groups.setdefault(group, {})[run] = sums[run].value
     single = [group for group, runs in groups.items() if len(runs) < 2]
     if single:
-        raise ValueError(f"group {single[0]!r} has one run: it equals its own mean, and nothing would be learned")
+        raise ValueError(f"group {single[0]!r} has one run, whose advantage is 0; train groups of two or more runs")
     return groups
 
 

@@ -42,24 +42,25 @@ class Mean(Model):
         return Mean(total=self.total - other.total, weight=self.weight - other.weight)
 
     def absorb(self, new: Mean, decay: float) -> Mean:
-        """Return the mean after another one was added, and the old part has decayed by the added weight."""
-        aged = self.aged(new.weight, decay)
+        """Return the mean that adds `new` to this one after this one has decayed by `decay ** new.weight`."""
+        aged = self.decay_by(new.weight, decay)
         return Mean(total=aged.total + new.total, weight=aged.weight + new.weight, age=self.age + new.weight)
 
-    def winsorised(self, bounds: Bounds) -> Mean:
+    def winsorise(self, bounds: Bounds) -> Mean:
         """Return the mean with its value moved into `bounds` if it is outside."""
         if self.weight <= _ROUNDING or bounds.winsorise(self.value) == self.value:
             return self
         return self.model_copy(update={"total": bounds.winsorise(self.value) * self.weight})
 
-    def aged(self, runs: float, decay: float) -> Mean:
-        """Return the mean as it has decayed after `runs` further runs."""
+    def decay_by(self, runs: float, decay: float) -> Mean:
+        """Return the mean with `total` and `weight` multiplied by `decay ** runs`."""
         factor = decay**runs
         return Mean(total=self.total * factor, weight=self.weight * factor)
 
 
 class RunContribution(Model):
-    """Contribution of one run to the means, with the age of each mean at that time."""
+    """Contribution of one run to the mean of its task and to the overall mean, with the age of each when it was
+    added."""
 
     task: str | None
     in_task: Mean
@@ -70,7 +71,7 @@ class RunContribution(Model):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Rewards and squared differences of one run in a batch."""
+    """Weighted sums of the rewards, and of the squared differences from baselines, of one run's branches in a batch."""
 
     name: str
     task: str | None
@@ -95,15 +96,12 @@ class Baselines(Model):
         return self.tasks.get(name, Mean())
 
     def tasks_repeat(self, tasks_min: int) -> bool:
-        """Return whether tasks occur repeatedly.
-
-        False when at least `tasks_min` are known and most were seen only once.
-        """
+        """Return whether tasks repeat: False if there are at least `tasks_min` tasks and most had a single run."""
         once = sum(mean.weight <= 1.0 + _ROUNDING for mean in self.tasks.values())
         return len(self.tasks) < tasks_min or 2 * once <= len(self.tasks)
 
-    def repaired(self, ranges: RewardRanges, limits: RangeLimits, rewards: Mapping[str, Sequence[float]]) -> Baselines:
-        """Return the baselines with `ranges`, and without statistics that these ranges refute.
+    def repair(self, ranges: RewardRanges, limits: RangeLimits, rewards: Mapping[str, Sequence[float]]) -> Baselines:
+        """Return the baselines with `ranges`, and with the means corrected that are implausible by these ranges.
 
         A mean outside the bounds of the last rewards becomes the nearest reward within them. A deviation of more
         than `_SPREADS_MAX` spreads becomes that of the last rewards. The mean of a task is only examined where
@@ -113,11 +111,11 @@ class Baselines(Model):
         if bounds is None:
             return self.model_copy(update={"ranges": ranges})
         means = {
-            name: self.tasks[name].winsorised(bounds)
+            name: self.tasks[name].winsorise(bounds)
             for name, values in rewards.items()
             if name in self.tasks and all(bounds.winsorise(value) == value for value in values)
         }
-        overall, squares = self.overall.winsorised(bounds), self.squares
+        overall, squares = self.overall.winsorise(bounds), self.squares
         if squares.weight > _ROUNDING and squares.value > (_SPREADS_MAX * bounds.spread) ** 2:
             squares = squares.model_copy(update={"total": ranges.variance * squares.weight})
         update: dict[str, object] = {"ranges": ranges}
@@ -138,11 +136,12 @@ class Decay(Model):
     runs_max: int = 1024
 
     def remaining_contribution(self, past: Baselines, run: str) -> tuple[Mean, Mean]:
-        """Return how much of a run's contribution remains in the mean of its task, and in the mean over all tasks."""
+        """Return a run's decayed contributions to the present mean of its task and to the mean over all tasks."""
         return self._remaining(past.runs.get(run), past.tasks, past.overall)
 
     def absorb(self, old: Baselines, batch: Sequence[Run]) -> Baselines:
-        """Return the baselines after a batch was added, run by run."""
+        """Return the baselines to which the runs of a batch were added one after the other, each decaying the
+        earlier."""
         tasks, runs, overall, squares = dict(old.tasks), dict(old.runs), old.overall, old.squares
         for run in batch:
             in_task, in_overall = self._remaining(runs.get(run.name), tasks, overall)
@@ -175,6 +174,6 @@ class Decay(Model):
             return Mean(), Mean()
         age = tasks[contribution.task].age if contribution.task is not None else contribution.task_age
         return (
-            contribution.in_task.aged(age - contribution.task_age, self.task),
-            contribution.in_overall.aged(overall.age - contribution.overall_age, self.model),
+            contribution.in_task.decay_by(age - contribution.task_age, self.task),
+            contribution.in_overall.decay_by(overall.age - contribution.overall_age, self.model),
         )

@@ -41,10 +41,9 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class AdvantageInputs:
-    """Inputs of an estimator: the branches of a batch that are trained for the first time, and answers with a graded
-    reply.
+    """Inputs of an estimator: the branches and graded answers of a batch that are trained for the first time.
 
-    `_B` is their order.
+    Fields with the suffix `_B` have one entry for each branch or answer, in the same order.
     """
 
     rewards_B: Floats
@@ -90,7 +89,10 @@ _REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """Kind of advantage. `settings` is the class of its own section `[trainer.advantage.<name>]`."""
+    """Advantage estimator: a function that computes advantages, with what it needs and which signals it trains.
+
+    `settings` is the class of its settings section `[trainer.advantage.<name>]`, or None without settings.
+    """
 
     compute: Compute
     needs: Needs = NOTHING
@@ -103,8 +105,10 @@ class Estimator:
     """Set where answers are trained by the user's replies to them."""
 
     def find_mistake(self, signals: Signals, *, hindsight: bool) -> str | None:
-        """Return why training would never call one of the functions, or has none that grades replies; None without a
-        mistake.
+        """Return the problem of an inconsistent declaration with its remedy, or None.
+
+        A declaration is inconsistent if training would never call one of its functions, or if replies are trained and
+        it has no function that grades them.
 
         Args:
             signals: signals that are trained, with those of the setting `demonstrations`.
@@ -114,7 +118,7 @@ class Estimator:
             return "Needs(hindsight=True) trains replies alone; declare Signals(rewards=False, replies=True) with it"
         graded = signals.replies and not hindsight
         if graded and self.grade is None:
-            return "nothing grades the replies of Signals(replies=True); declare a `grade`, or Needs(hindsight=True)"
+            return "no function grades the replies of Signals(replies=True); declare `grade` or Needs(hindsight=True)"
         rewards, written = signals.rewards and not signals.branches, signals.written and self.worth is not None
         functions = (
             ("grade", self.grade, graded, "declare Signals(replies=True), and not Needs(hindsight=True)"),
@@ -156,7 +160,7 @@ def estimator(
 def reward_as_advantage(
     batch: AdvantageInputs, past: Baselines, _decay: Decay, _settings: AdvantageSettings
 ) -> tuple[Advantages, Baselines]:
-    """Return each reward as its advantage, without a comparison."""
+    """Return each branch's reward, as `Estimator.worth` maps it, as its advantage, without a baseline."""
     count = len(batch.rewards_B)
     return Advantages.of(batch.rewards_B, [0.0] * count, [1.0] * count), past
 
@@ -165,7 +169,7 @@ def reward_as_advantage(
 def reinforce_pp(
     batch: AdvantageInputs, past: Baselines, decay: Decay, settings: AdvantageSettings
 ) -> tuple[Advantages, Baselines]:
-    """Compute REINFORCE++ advantages, with the rolling baselines `past`."""
+    """Compute REINFORCE++ advantages against the rolling mean rewards `past` of each task."""
     return advantages.reinforce_pp(
         batch.rewards_B,
         batch.weights_B,
@@ -183,7 +187,7 @@ def reinforce_pp(
 def grpo(
     batch: AdvantageInputs, past: Baselines, _decay: Decay, settings: AdvantageSettings
 ) -> tuple[Advantages, Baselines]:
-    """Compute GRPO advantages, with the group's standard deviation or without."""
+    """Compute GRPO advantages, divided by the group's standard deviation if `settings.scale` is `std`."""
     group_advantages = advantages.grpo(
         batch.rewards_B, batch.weights_B, batch.runs_B, batch.groups(), scale_min=scale_min(settings)
     )

@@ -40,7 +40,7 @@ Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Loss of each token (`loss_N` has a gradient), with observations of the same tokens."""
+    """Loss of each token (`loss_N` has a gradient), with importance weights and masks of the same tokens."""
 
     loss_N: Tensor
     weight_N: Tensor
@@ -52,7 +52,7 @@ class TokenLoss:
     """Tokens whose loss is decided by the clip and not by the ratio."""
 
 
-def clipped(sampled: LossInputs, settings: LossSettings) -> TokenLoss:
+def clipped_loss(sampled: LossInputs, settings: LossSettings) -> TokenLoss:
     """Compute the loss `clipped` of PPO: the importance ratio is clipped, so that a step cannot move far from the
     sampling policy.
     """
@@ -101,12 +101,16 @@ def likelihood(sampled: LossInputs, _settings: LossSettings) -> TokenLoss:
     """Compute the loss -A log pi of each token (advantage times negative logprob), without regard to the sampling
     policy.
     """
-    return plain(-sampled.advantage_N * sampled.current_N, sampled)
+    return unweighted_loss(-sampled.advantage_N * sampled.current_N, sampled)
 
 
-def plain(loss_N: Tensor, sampled: LossInputs, clipped_N: Tensor | None = None) -> TokenLoss:
-    """Wrap a loss per token (`loss_N`) that has no importance weights as a `TokenLoss`. Tokens that are left out get a
-    loss of 0.
+def unweighted_loss(loss_N: Tensor, sampled: LossInputs, clipped_N: Tensor | None = None) -> TokenLoss:
+    """Return a `TokenLoss` with importance weights of 1. Tokens in `sampled.left_out_N` get a loss of 0.
+
+    Args:
+        loss_N: the loss of each token.
+        sampled: the tokens of the loss.
+        clipped_N: whether the clip decides the loss of each token; None if nothing is clipped.
     """
     none_N = torch.zeros_like(loss_N, dtype=torch.bool)
     masked_N = none_N if sampled.left_out_N is None else sampled.left_out_N
@@ -116,7 +120,7 @@ def plain(loss_N: Tensor, sampled: LossInputs, clipped_N: Tensor | None = None) 
 
 
 def row_sums(values_N: Tensor, row_N: Tensor, rows: int) -> Tensor:
-    """Return the sum over the tokens of each row (`_R`). The gradient of each row's share is exact."""
+    """Return the sum of `values_N` over the tokens of each row (`_R`), which is differentiable."""
     return torch.zeros(rows, dtype=values_N.dtype, device=values_N.device).index_add(0, row_N, values_N)
 
 
@@ -125,13 +129,15 @@ def row_counts(row_N: Tensor, rows: int) -> Tensor:
     return torch.bincount(row_N, minlength=rows)
 
 
-def left_out(start_N: Tensor, behaviour_N: Tensor, row_N: Tensor, rows: int, limit: float) -> Tensor:
-    """Return which rows (`_R`) have drifted: their absolute mean log ratio of weights and engine exceeds `limit`, in
-    nats.
+def drifted_rows(start_N: Tensor, behaviour_N: Tensor, row_N: Tensor, rows: int, limit: float) -> Tensor:
+    """Return for each row (`_R`) whether the absolute mean log ratio of its tokens, weights to engine, exceeds `limit`.
 
     Args:
+        start_N: logprobs of the weights at the start of the step.
+        behaviour_N: logprobs of the engine that sampled the tokens.
         row_N: row of each token.
         rows: number of rows.
+        limit: the largest absolute mean log ratio, in nats.
     """
     drift_N = (start_N.detach() - behaviour_N).double()
     sums_R = torch.zeros(rows, dtype=torch.float64, device=drift_N.device).index_add_(0, row_N, drift_N)

@@ -22,8 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """The tokens of the loss in a pass (`_N`), row by row. The first three fields are logprobs; a gradient flows
-    through `current_N` alone."""
+    """Inputs of a loss: one entry for each trained token of a forward pass (`_N`), row by row.
+
+    The first three fields are logprobs, and only `current_N` has a gradient.
+    """
 
     current_N: Tensor
     """Logprobs of the present weights."""
@@ -53,7 +55,7 @@ loss that is not linear names another one for corrections (`Loss.correction`).""
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Kind of loss. `settings` is the class of its own section `[trainer.loss.<name>]`."""
+    """Loss function with its requirements. `settings` is the class of its section `[trainer.loss.<name>]`, or None."""
 
     load: Callable[[], Compute]
     needs: Needs = NOTHING
@@ -72,9 +74,9 @@ LOSSES: Registry[Loss] = Registry("losses", Loss, "loss")
 
 
 def _clipped() -> Compute:
-    from headrace_trainer.algorithms.loss import clipped
+    from headrace_trainer.algorithms.loss import clipped_loss
 
-    return clipped
+    return clipped_loss
 
 
 def _likelihood() -> Compute:

@@ -46,7 +46,7 @@ class Needs:
         return Needs(**{need.name: getattr(self, need.name) or getattr(other, need.name) for need in fields(self)})
 
     def missing_from(self, offered: Needs) -> tuple[str, ...]:
-        """Return the names of the needs that `offered` does not meet."""
+        """Return the names of the fields that are true here and false in `offered`."""
         return tuple(need.name for need in fields(self) if getattr(self, need.name) and not getattr(offered, need.name))
 
 
@@ -57,8 +57,9 @@ OFFERED = Needs(groups=True, logprobs=True, demonstrations=True, turn_rewards=Tr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signals:
-    """Kinds of training signals that an algorithm uses, such as rewards, edits or preferences. An experience without
-    any of them is dropped as `no_signal`.
+    """Kinds of training signals that an algorithm uses, such as rewards, edits or preferences.
+
+    An experience without any signal that the algorithm uses is dropped as `no_signal`.
     """
 
     rewards: bool = True
@@ -101,7 +102,7 @@ class Signals:
 
     @property
     def answers(self) -> bool:
-        """Whether single answers are trained, besides whole branches or instead of them."""
+        """Whether the algorithm trains single answers, in addition to whole branches or instead of them."""
         return self.edits or self.preferences
 
 
@@ -111,7 +112,7 @@ REPLIES = Signals(rewards=False, replies=True)
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """Preset that an algorithm's name stands for: kind of advantage, loss, and defaults of other settings.
+    """Settings that the setting `algorithm` selects by name: kind of advantage, loss, and defaults of other settings.
 
     `defaults` has settings of `[trainer]` by their dotted names: `{"advantage.scale": "none"}`.
     """
@@ -120,7 +121,7 @@ class Algorithm:
     loss: str = "clipped"
     defaults: Mapping[str, JsonValue] = field(default_factory=dict)
 
-    def under(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def merge_settings(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Return the table `[trainer]` with the algorithm's defaults, overridden by the user's `settings`."""
         table: dict[str, Any] = {}
         for name, value in {"advantage.kind": self.advantage, "loss.kind": self.loss, **self.defaults}.items():

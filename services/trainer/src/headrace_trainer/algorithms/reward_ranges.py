@@ -73,14 +73,14 @@ class Bounds:
     """S, the largest usual distance from the median."""
 
     def winsorise(self, value: float) -> float:
-        """Return `value` if it counts in full, or else the nearest usual value."""
+        """Return `value` if it lies within `lowest` and `highest`, otherwise the window's value nearest to it."""
         if value < self.lowest:
             return self.low
         return self.high if value > self.highest else value
 
 
 class Stray(Model):
-    """A value that was winsorised."""
+    """A reward value outside the bounds of its source (an outlier), which counted as the nearest value within them."""
 
     source: str
     value: Finite
@@ -97,7 +97,7 @@ class Stray(Model):
 
 
 class SourceRange(Model):
-    """Window of the last values of one source, as they were reported."""
+    """The last `WINDOW` reward values of one source, before outliers are winsorised."""
 
     values: tuple[Finite, ...] = ()
     count: int = 0
@@ -148,7 +148,7 @@ class RewardRanges(Model):
     strays: tuple[Stray, ...] = ()
     """The last strays, as far as they are still outside the bounds."""
 
-    def bound(self, experience: Experience, limits: RangeLimits) -> Experience:
+    def winsorise(self, experience: Experience, limits: RangeLimits) -> Experience:
         """Return the experience with outliers among its rewards clipped to the bounds of their sources (winsorised), or
         unchanged if it has none.
         """
@@ -171,10 +171,8 @@ class RewardRanges(Model):
             reward = self._winsorise(experience, UNNAMED, reward, limits)
         return experience.model_copy(update={"parts": parts, "turn_rewards": turns, "reward": reward})
 
-    def note(self, experience: Experience, limits: RangeLimits) -> RewardRanges:
-        """Return the ranges with the outliers (strays) of an experience added to those that are reported to
-        operators.
-        """
+    def record_strays(self, experience: Experience, limits: RangeLimits) -> RewardRanges:
+        """Return a copy with the outliers among the rewards of `experience` added to `strays`, which operators see."""
         strays = self._strays_of(experience, limits) if limits.factor else []
         return self.model_copy(update={"strays": _distinct_strays([*self.strays, *strays])}) if strays else self
 
@@ -193,8 +191,8 @@ class RewardRanges(Model):
         bounds = None if source_range is None else source_range.bounds(limits)
         return value if bounds is None else bounds.winsorise(value)
 
-    def absorb(self, batch: Sequence[tuple[str, Experience]], limits: RangeLimits) -> RewardRanges:
-        """Return the ranges after the rewards of a batch were added, in the order of its runs.
+    def add_batch(self, batch: Sequence[tuple[str, Experience]], limits: RangeLimits) -> RewardRanges:
+        """Return a copy to whose windows the rewards of a batch were added, in the order of its runs.
 
         Args:
             batch: name of each run, with its experience.
@@ -209,7 +207,7 @@ class RewardRanges(Model):
         ranges = RewardRanges(sources=sources)
         totals = [
             (run, TOTAL, bounded.reward)
-            for run, bounded in ((run, ranges.bound(experience, limits)) for run, experience in batch)
+            for run, bounded in ((run, ranges.winsorise(experience, limits)) for run, experience in batch)
             if bounded.reward is not None
         ]
         _add(sources, totals)
@@ -243,7 +241,7 @@ class RewardRanges(Model):
 
     @property
     def variance(self) -> float:
-        """Return the variance of the last combined rewards."""
+        """Return the variance of the combined rewards in the window."""
         return pvariance(self.sources[TOTAL].values)
 
 

@@ -21,7 +21,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class AdvantageSettings(Section):
-    """How rewards become advantages; the formulas are in docs/algorithms.md."""
+    """Settings of the computation of advantages from rewards; the formulas are in docs/algorithms.md."""
 
     kind: Annotated[str, NameIn(ESTIMATORS)] = "reinforce++"
     """Set by `algorithm` unless it is set here. `reinforce++` compares a run with a rolling baseline and works on
@@ -70,7 +70,7 @@ class AdvantageSettings(Section):
 
 
 class LossSettings(Section):
-    """The clipped, importance-weighted policy gradient; the formulas are in docs/algorithms.md."""
+    """Settings of the loss; the formulas are in docs/algorithms.md."""
 
     kind: Annotated[str, NameIn(LOSSES)] = "clipped"
     """Set by `algorithm` unless it is set here. `clipped` is the clipped, importance-weighted policy gradient."""
@@ -117,7 +117,7 @@ class LossSettings(Section):
 
     @property
     def needs(self) -> Needs:
-        """What loss and divergence from the base require, such as logprobs, groups of runs or a critic."""
+        """The requirements of the loss and of the divergence from the base, such as logprobs or a reference model."""
         return self.function.needs | Needs(logprobs=self.kl_needs_logprobs)
 
     @property
@@ -131,7 +131,7 @@ class LossSettings(Section):
 
 
 class CriticSettings(Section):
-    """The critic of `ppo`, and the advantages that are computed with it."""
+    """Settings of the critic of `ppo` and of the advantages that are computed with it."""
 
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Discount of a reward per token."""

@@ -22,9 +22,9 @@ from headrace_trainer.experiences.restrictions import TokenSets
 
 @dataclass(frozen=True)
 class Hindsight:
-    """The user's reply to a row's answer, from which a teacher grades that answer.
+    """The user's reply to a row's answer, after which a teacher computes the logprobs of that answer's tokens.
 
-    All tokens are those of the branch.
+    All token ids are copied from the branch.
     """
 
     prompt_T: NDArray[np.int32]
@@ -101,7 +101,7 @@ class Row:
 
     @property
     def has_advantage(self) -> bool:
-        """Whether the advantage of any of its tokens is not 0."""
+        """Whether at least one token of the row has an advantage other than 0."""
         return bool(self.advantage) or (self.advantage_T is not None and bool(self.advantage_T.any()))
 
     @classmethod
@@ -166,7 +166,7 @@ class Batch:
     """See the setting of this name."""
 
     @property
-    def first(self) -> tuple[Row, ...]:
+    def first_rows(self) -> tuple[Row, ...]:
         """Rows that are trained for the first time."""
         return tuple(row for row in self.rows if not row.correction)
 
@@ -189,7 +189,7 @@ class Batch:
     @property
     def first_weight(self) -> float:
         """Number of rows that are trained for the first time, divided by the number of rows of a full batch."""
-        return len(self.first) / (self.full_rows or len(self.rows))
+        return len(self.first_rows) / (self.full_rows or len(self.rows))
 
     @cached_property
     def token_weight(self) -> float:
@@ -198,28 +198,27 @@ class Batch:
         It makes the loss a mean over all these tokens, independent of the division into forward passes; a smaller batch
         than usual counts proportionally less.
         """
-        tokens = sum(int(row.loss_mask_T.sum()) for row in self.first)
+        tokens = sum(int(row.loss_mask_T.sum()) for row in self.first_rows)
         return self.first_weight / tokens if tokens else self.weight / max(1, self.loss_tokens)
 
-    def weighted(self, row: Row) -> Row:
-        """Return `row` with the weight of its tokens set.
+    def with_token_weight(self, row: Row) -> Row:
+        """Return `row` with `token_weight` set.
 
         A correction keeps the weight of its first training, or gets this batch's if an earlier release has not stored
         it.
         """
         if row.correction and row.token_weight:
             return row
-        return replace(row, token_weight=self.token_weight * self.factor(row))
+        return replace(row, token_weight=self.token_weight * self.weight_factor(row))
 
-    def factor(self, row: Row) -> float:
-        """Return the weight of a token of `row` as a multiple of that in a mean over all tokens; 1 where that mean
-        is used."""
-        if self.agg_mode == "token-mean" or not self.first:
+    def weight_factor(self, row: Row) -> float:
+        """Return the weight of each token of `row` in the loss, relative to its weight in a mean over all tokens."""
+        if self.agg_mode == "token-mean" or not self.first_rows:
             return 1.0
-        return self._weight_of(row) / (self.first_weight / sum(first.tokens for first in self.first))
+        return self._weight_of(row) / (self.first_weight / sum(first.tokens for first in self.first_rows))
 
     def _weight_of(self, row: Row) -> float:
-        """Return the weight of a token of `row` where it is not `token_weight`."""
+        """Return the weight of each token of `row` with an `agg_mode` other than `token-mean`."""
         if self.agg_mode == "token-mean-by-origin":
             return self.first_weight / max(1, self._tokens_by_origin[row.written])
         share = self.first_weight / self._sequences
@@ -230,11 +229,11 @@ class Batch:
     @cached_property
     def _sequences(self) -> float:
         """Number of sequences that are averaged: runs, each divided among its branches, and single answers."""
-        return math.fsum(row.share for row in self.first)
+        return math.fsum(row.share for row in self.first_rows)
 
     @cached_property
     def _tokens_by_origin(self) -> dict[bool, int]:
-        return {origin: sum(row.tokens for row in self.first if row.written == origin) for origin in (False, True)}
+        return {origin: sum(row.tokens for row in self.first_rows if row.written == origin) for origin in (False, True)}
 
     def digest(self) -> str:
         """Return the SHA-256 over ids, tokens, masks, behaviour, temperatures and advantages, little-endian, in order.
@@ -255,7 +254,8 @@ class Batch:
 
 
 def _special_fields(row: Row) -> bytes:
-    """Return the fields that a plain row lacks as bytes, so that no two different rows have the same bytes."""
+    """Return the optional fields of a row that are set, as bytes for the digest; different rows give different
+    bytes."""
     fields = [row.part, row.together, "written" if row.written else "", "" if row.share == 1.0 else repr(row.share)]
     by_token = b"" if row.advantage_T is None else row.advantage_T.astype("<f4").tobytes()
     hindsight = b"" if row.hindsight is None else row.hindsight.digest()
@@ -265,7 +265,7 @@ def _special_fields(row: Row) -> bytes:
     return json.dumps(fields).encode() + by_token + hindsight + sets if any(fields) or by_token or sets else b""
 
 
-def passes(rows: Sequence[Row], budget: int) -> list[list[int]]:
+def split_into_passes(rows: Sequence[Row], budget: int) -> list[list[int]]:
     """Divide rows into forward passes of about `budget` tokens. Rows with the same `together` stay in one pass.
 
     Returns:

@@ -32,8 +32,9 @@ BEGINNING_OF_TIME = datetime.min.replace(tzinfo=UTC)
 
 
 class Cutter:
-    """Builder of batches: it decides when enough experiences wait and which of them the next batch contains. Call
-    `next` after each record, and periodically without one.
+    """Selection of batches: decides when enough experiences wait and which of them the next batch contains.
+
+    Call `next_batch` after each record, and periodically while no record arrives.
     """
 
     def __init__(self, settings: TrainerSettings) -> None:
@@ -50,7 +51,7 @@ class Cutter:
         self._pair_wait = timedelta(seconds=settings.pair_wait_s)
         self._swept: tuple[str, int] | None = None
 
-    def next(
+    def next_batch(
         self, state: LineageState, now: datetime, recorded_size: int | None = None, undecided: int = 0
     ) -> tuple[WaitingExperience, ...]:
         """Return the batch to train now, empty if no batch is complete.
@@ -58,10 +59,12 @@ class Cutter:
         Experiences that have become too old, and runs whose group did not come in time, are dropped.
 
         Args:
-            recorded_size: in a replay, the size of the batch that the original cut after the record just read; None
-                otherwise.
-            undecided: size of a batch that was refused because it was too small. The next batch has at least twice as
-                many experiences, or all that there are at the end.
+            state: the lineage whose waiting experiences are selected.
+            now: the present time, with which waiting times are computed.
+            recorded_size: in a replay, the size of the batch that the original training formed after the record just
+                read; None otherwise.
+            undecided: size of a batch that was too small for a decision, 0 without one. The next batch has at least
+                twice as many experiences, or all remaining ones at `END_OF_TIME`.
         """
         head = (state.history.head, state.history.head_step)
         if self._swept != head:
@@ -103,9 +106,10 @@ class Cutter:
         return begun + (self._pair_wait if self._paired else self._rules.group_wait)
 
     def _select_recorded(self, state: LineageState, recorded_size: int) -> Selection:
-        """Return the first `recorded_size` experiences that were ready in the original of a replay.
+        """Return the first `recorded_size` experiences that the original training of a replay could have selected.
 
-        Groups that the original cut by time are not known, so all groups count as late if too few are complete.
+        The replay does not know which groups the original trained incomplete because they were late. So all groups
+        count as late if too few are complete.
         """
         rules = replace(self._rules, experiences=recorded_size)
         ready = self._select_by_rules(state, rules, BEGINNING_OF_TIME, True).batch
@@ -123,10 +127,10 @@ class Cutter:
         return Selection(batch, unpaired=parties.unpaired)
 
     def _is_early(self, state: LineageState, rules: BatchRules, now: datetime) -> bool:
-        """Return whether there cannot be a batch yet, so that the waiting experiences need not be examined one by one.
+        """Return whether no batch is possible yet, a check that does not examine the waiting experiences one by one.
 
-        That is so while fewer experiences wait than a batch takes, and none of them has waited as long as the shortest
-        time after which a smaller batch is allowed, or an incomplete pair or group is dropped.
+        No batch is possible while fewer experiences wait than a batch has, and none of them has waited for the
+        shortest time after which a smaller batch is allowed, or an incomplete pair or group is dropped.
         """
         if len(state.queue) >= rules.experiences or (rules.group_size and not rules.equal_groups):
             return False
@@ -150,7 +154,9 @@ def decay(settings: TrainerSettings) -> Decay:
 
 
 def left_out_of(record: Record) -> frozenset[str]:
-    """Return the ids of the experiences that the original lineage left out of the batches after this record."""
+    """Return the ids in `LEFT_OUT_HEADER` of a replayed record: experiences that the original training left out of the
+    batches that it formed right after this record.
+    """
     return frozenset(
         value.decode(errors="replace") for name, value in record.headers if name == LEFT_OUT_HEADER and value
     )

@@ -1,6 +1,4 @@
-"""Computes the advantages of a batch's experiences, and builds the rows of its examples and its arrays. Pure: no
-state is changed.
-"""
+"""Pure functions that compute the advantages of a batch's experiences and build the rows and arrays of its examples."""
 
 from __future__ import annotations
 
@@ -39,10 +37,10 @@ def row_of(
     replies: ReplyReader | None = None,
     sets: SetBuilder | None = None,
 ) -> Row:
-    """Build the row of a trained example.
+    """Build the row (the arrays for the learner) of one example of a batch.
 
     Args:
-        record: the example and its training.
+        record: the example with its advantage.
         current: version whose weights equal the present ones; None without one.
         pairs: name of the pair of each answer that is trained together with another one, by experience and part.
         rules: decide whether answers without logprobs are trained.
@@ -133,9 +131,7 @@ def _branch(experience: Experience) -> Branch:
 
 @dataclass(frozen=True)
 class PreparedBatch:
-    """A batch of rows for the learner, with the entries to store about its experiences and the baselines after the
-    step.
-    """
+    """A batch of rows for the learner, with the records and baselines to store once the step has succeeded."""
 
     batch: Batch
     trained: tuple[TrainedExperience, ...]
@@ -160,7 +156,7 @@ def prepare(
     """
     for item in items:
         versions = versions_of(item.experience, state.limits.rules)
-        assert staleness_reason(versions, state.history, state.limits.max_staleness) is None, "P5: swept just before"
+        assert staleness_reason(versions, state.history, state.limits.max_staleness) is None, "stale: not dropped"
     updates = [(item, update) for item in items for update in state.pending_updates(item)]
     pairs = match_answers(
         [(item.experience.experience_id, update.example) for item, update in updates if update.is_new]
@@ -195,7 +191,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class IsolatedBatch:
-    """A batch from which experiences were removed that make its preparation fail, with the removed experiences."""
+    """A prepared batch without the experiences that make the preparation fail, and those experiences."""
 
     items: tuple[WaitingExperience, ...]
     prepared: PreparedBatch | None
@@ -207,10 +203,11 @@ class IsolatedBatch:
 def prepare_isolated(
     items: Sequence[WaitingExperience], prepare_items: Callable[[Sequence[WaitingExperience]], PreparedBatch]
 ) -> IsolatedBatch:
-    """Prepare a batch, without the experiences that make its preparation fail.
+    """Prepare a batch; if that fails, remove the experiences that cause the failure and prepare the others.
 
     Args:
-        prepare_items: prepares a batch of some of the items.
+        items: the experiences of the batch.
+        prepare_items: function that prepares a batch of some of the items.
 
     Raises:
         Exception: the error of `prepare_items`, if no experience is at fault.
@@ -218,20 +215,20 @@ def prepare_isolated(
     try:
         return IsolatedBatch(tuple(items), prepare_items(items))
     except Exception:
-        culprits = find_poisoned(items, prepare_items)
+        culprits = find_failing_items(items, prepare_items)
         if not culprits:
             raise
     rest = tuple(item for item in items if all(item is not culprit for culprit, _ in culprits))
     return IsolatedBatch(rest, prepare_items(rest) if rest else None, tuple(culprits))
 
 
-def find_poisoned(
+def find_failing_items(
     items: Sequence[WaitingExperience], prepare_items: Callable[[Sequence[WaitingExperience]], object]
 ) -> list[tuple[WaitingExperience, str]]:
-    """Return the items that make `prepare_items` fail, with the reasons; empty when no item is at fault.
+    """Return the items that make `prepare_items` fail, with the reasons; empty if no single item causes the failure.
 
-    An item is at fault if the preparation succeeds without it. If there is no such item, those are at fault that fail
-    alone.
+    An item causes it if the preparation succeeds without this item. If there is no such item, all items are returned
+    whose preparation fails even alone.
     """
     for index, item in enumerate(items):
         if len(items) > 1 and _preparation_error([*items[:index], *items[index + 1 :]], prepare_items) is None:
@@ -253,9 +250,9 @@ def _preparation_error(
 
 
 def _can_train(item: WaitingExperience, update: PendingUpdate, pairs: dict[tuple[str, str], str]) -> bool:
-    """Return whether an answer of a comparison has its counterpart in the batch.
+    """Return whether the batch contains all that `update` needs.
 
-    Other examples and corrections need none.
+    An answer of a comparison that is trained for the first time needs its counterpart. Other updates need nothing else.
     """
     return not (update.is_new and update.example.pair) or (item.experience.experience_id, update.example.part) in pairs
 
@@ -268,10 +265,15 @@ def _first_training(
     state: LineageState,
     settings: AdvantageSettings,
 ) -> TrainedExperience:
-    """Return the record of the first training of `example`.
+    """Return the record of an example that is trained for the first time, with its computed advantage.
 
     Args:
-        index: number of the example among those that were compared.
+        item: the waiting experience of the example.
+        example: the example.
+        index: position of the example in `advantages`.
+        advantages: advantages of all examples that the estimator compared.
+        state: the lineage.
+        settings: settings of the advantages.
     """
     value = _clip(advantages.values_B[index], settings.limit)
     terms = (advantages.baselines_B[index], advantages.scales_B[index])
@@ -300,9 +302,9 @@ def _winsorise(
     if not branches or not limits.factor:
         return state.baselines, list(compared)
     experiences = [(run_of(item.experience), item.experience) for item in branches]
-    ranges = state.baselines.ranges.absorb(experiences, limits)
+    ranges = state.baselines.ranges.add_batch(experiences, limits)
     bounded = [
-        (item.model_copy(update={"experience": ranges.bound(item.experience, limits)}), example)
+        (item.model_copy(update={"experience": ranges.winsorise(item.experience, limits)}), example)
         if example.is_branch
         else (item, example)
         for item, example in compared
@@ -312,7 +314,7 @@ def _winsorise(
         task, reward = task_of(item.experience), item.experience.reward
         if example.is_branch and task is not None and reward is not None:
             rewards.setdefault(task, []).append(reward)
-    return state.baselines.repaired(ranges, limits, rewards), bounded
+    return state.baselines.repair(ranges, limits, rewards), bounded
 
 
 def _advantages(
@@ -343,13 +345,13 @@ def _compared_value(experience: Experience, example: Example, rules: CorrectionR
     grade."""
     if example.grade is not None:
         return example.grade
-    assert experience.reward is not None, "P6: only a correction may lack a reward"
+    assert experience.reward is not None, "only a correction may lack a reward"
     return experience.reward if rules.worth is None else rules.worth(experience.reward)
 
 
 def _update_record(item: WaitingExperience, update: PendingUpdate, state: LineageState) -> TrainedExperience:
-    """Return the entry of a batch that trains one update whose advantage is known: a demonstration, one of two compared
-    answers, or a correction after a changed reward.
+    """Return the record of an update whose advantage needs no estimator: a demonstration, one of two compared answers,
+    or a correction after a changed reward.
     """
     entry = state.window.get(item.experience.experience_id)
     assert entry is not None

@@ -119,7 +119,7 @@ class LineageState:
         if decision.action == "ignore":
             DUPLICATES.inc()
             return decision
-        ranges = self.baselines.ranges.note(experience, self.limits.ranges)
+        ranges = self.baselines.ranges.record_strays(experience, self.limits.ranges)
         if ranges is not self.baselines.ranges:
             self.baselines = self.baselines.model_copy(update={"ranges": ranges})
         versions = versions_of(experience, self.limits.rules)
@@ -166,7 +166,7 @@ class LineageState:
         """
         if abs(experience.reward or 0.0) > self.limits.reward_max:
             return experience
-        return self.baselines.ranges.bound(experience, self.limits.ranges)
+        return self.baselines.ranges.winsorise(experience, self.limits.ranges)
 
     def open_answers(self, item: WaitingExperience) -> tuple[Example, ...]:
         """Return the answers of a waiting experience that still need their counterpart.

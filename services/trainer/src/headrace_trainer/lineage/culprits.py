@@ -188,7 +188,7 @@ def apply_result(prepared: PreparedBatch, result: StepResult, *, has_teacher: bo
         by_teacher = (has_teacher and not row.correction) or row.hindsight is not None
         record = replace(
             planned,
-            factor=prepared.batch.factor(row) * result.slopes.get(name, 1.0),
+            factor=prepared.batch.weight_factor(row) * result.slopes.get(name, 1.0),
             loss_advantage=None if by_teacher else float(row.advantage),
         )
         if name in result.advantages and not row.correction:

@@ -138,10 +138,10 @@ class Lineage:
         if self.health.stopped is not None:
             return ()
         if at_end:
-            return self._cutter.next(self.state, END_OF_TIME, recorded_size, self._undecided)
+            return self._cutter.next_batch(self.state, END_OF_TIME, recorded_size, self._undecided)
         # A recording is complete from the start. Without waiting times no batch depends on how fast it is read.
         now = BEGINNING_OF_TIME if self._settings.until_end else self._clock.now()
-        return self._cutter.next(self.state, now, recorded_size, self._undecided)
+        return self._cutter.next_batch(self.state, now, recorded_size, self._undecided)
 
     def step(self, items: Sequence[WaitingExperience], stop: threading.Event) -> Mapping[str, float]:
         """Train on a batch of `next_batch`.

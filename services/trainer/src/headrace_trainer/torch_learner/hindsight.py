@@ -28,7 +28,7 @@ from headrace_trainer.algorithms.catalog.hindsight import (
     ReplyBlock,
     refusal,
 )
-from headrace_trainer.batches.batch import Hindsight, Row, passes
+from headrace_trainer.batches.batch import Hindsight, Row, split_into_passes
 from headrace_trainer.learner import Abandoned, StepRefused
 from headrace_trainer.torch_learner.model.distillation import DistillationTarget
 from headrace_trainer.torch_learner.model.forward import Pack
@@ -164,7 +164,7 @@ class HindsightTeacher:
             _answer_after(_hindsight_of(row), context)
             for row, context in zip(contradicted, self._insertion_prompts(contradicted), strict=True)
         ]
-        for indices in passes(answers, self._pack_tokens):
+        for indices in split_into_passes(answers, self._pack_tokens):
             pack = policy.collate([answers[index] for index in indices])
             teachers = [
                 _answer_after(_hindsight_of(contradicted[index]), _prompt_with_reply(contradicted[index]))
@@ -238,7 +238,7 @@ class HindsightTeacher:
         """Return the part of each row in the results of `compute`, which has one entry per loss token of a pass."""
         assert self._policy is not None
         parts: dict[int, Tensor] = {}
-        for indices in passes(rows, self._pack_tokens):
+        for indices in split_into_passes(rows, self._pack_tokens):
             if self._stop.is_set():
                 raise Abandoned
             values = compute(self._policy.collate([rows[index] for index in indices]))

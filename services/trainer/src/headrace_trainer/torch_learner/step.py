@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from headrace_runtime.process import liveness
-from headrace_trainer.algorithms.loss import DIVERGENCES, TokenLoss, k3, left_out
+from headrace_trainer.algorithms.loss import DIVERGENCES, TokenLoss, drifted_rows, k3
 from headrace_trainer.algorithms.losses import Compute, LossInputs
 from headrace_trainer.algorithms.settings import LossSettings
-from headrace_trainer.batches.batch import Batch, Row, passes
+from headrace_trainer.batches.batch import Batch, Row, split_into_passes
 from headrace_trainer.learner import GRADIENT_FACTOR, Abandoned, NotFinite, StepResult
 from headrace_trainer.torch_learner.measures import Measures
 from headrace_trainer.torch_learner.model.forward import Pack
@@ -170,10 +170,12 @@ def _collate_passes(policy: Policy, batch: Batch, pack_tokens: int, team: Team) 
         The packs of rows that are trained for the first time, and those of rows that correct an earlier update.
     """
     kinds = []
-    for rows in (batch.first, batch.corrections):
+    for rows in (batch.first_rows, batch.corrections):
         lengths = [row.length for row in rows]
-        indices = team.own_passes(passes(rows, team.budget(lengths, pack_tokens)), lengths)
-        kinds.append([policy.collate([batch.weighted(rows[i]) for i in chosen] or [IDLE]) for chosen in indices])
+        indices = team.own_passes(split_into_passes(rows, team.budget(lengths, pack_tokens)), lengths)
+        kinds.append(
+            [policy.collate([batch.with_token_weight(rows[i]) for i in chosen] or [IDLE]) for chosen in indices]
+        )
     return kinds[0], kinds[1]
 
 
@@ -282,7 +284,7 @@ def _left_out(pack: Pack, start_N: Tensor, settings: LossSettings, measures: Mea
     if not settings.sequence_mask_max:
         return None
     behaviour_N = pack.behaviour_N if pack.written_N is None else torch.where(pack.written_N, start_N, pack.behaviour_N)
-    left_out_R = left_out(start_N, behaviour_N, pack.row_N, len(pack.names), settings.sequence_mask_max)
+    left_out_R = drifted_rows(start_N, behaviour_N, pack.row_N, len(pack.names), settings.sequence_mask_max)
     earlier_R = measures.left_out.get(pack.names)
     measures.left_out[pack.names] = left_out_R if earlier_R is None else earlier_R | left_out_R
     return left_out_R[pack.row_N]

@@ -70,7 +70,7 @@ def rows_of(batch: Batch, temperature: float, size: int, step: int) -> tuple[lis
     """
     digest = batch.digest()
     out = frozenset(row.name for row in batch.rows if not _has_temperature(row, temperature))
-    included = [batch.weighted(row) for row in batch.rows if row.name not in out]
+    included = [batch.with_token_weight(row) for row in batch.rows if row.name not in out]
     filling = [] if not included else [_idle(included[0])] * (size - len(included))
     tokens = sum(row.tokens for row in (*included, *filling))
     rows = [

@@ -87,7 +87,7 @@ class GspoSettings(Section):
 def _load_gspo() -> Compute:
     from torch import minimum
 
-    from headrace_trainer.algorithms.loss import LOG_RATIO_MAX, plain, row_counts, row_sums
+    from headrace_trainer.algorithms.loss import LOG_RATIO_MAX, row_counts, row_sums, unweighted_loss
 
     def gspo(sampled: LossInputs, settings: LossSettings) -> TokenLoss:
         options = settings.of("gspo")
@@ -100,7 +100,7 @@ def _load_gspo() -> Compute:
         ratio_N = log_ratio_N.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp()
         clipped_ratio_N = ratio_N.clamp(1 - options.clip_low, 1 + options.clip_high)
         objective_N = minimum(ratio_N * advantage_N, clipped_ratio_N * advantage_N)
-        return plain(-objective_N, sampled, clipped_ratio_N * advantage_N < ratio_N * advantage_N)
+        return unweighted_loss(-objective_N, sampled, clipped_ratio_N * advantage_N < ratio_N * advantage_N)
 
     return gspo
 
@@ -119,14 +119,14 @@ class CispoSettings(Section):
 
 
 def _load_cispo() -> Compute:
-    from headrace_trainer.algorithms.loss import LOG_RATIO_MAX, plain
+    from headrace_trainer.algorithms.loss import LOG_RATIO_MAX, unweighted_loss
 
     def cispo(sampled: LossInputs, settings: LossSettings) -> TokenLoss:
         options = settings.of("cispo")
         assert isinstance(options, CispoSettings)
         log_ratio_N = (sampled.current_N.detach() - sampled.behaviour_N).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
         weight_N = log_ratio_N.exp().clamp(1 - options.clip_low, 1 + options.clip_high)
-        return plain(-weight_N * sampled.advantage_N * sampled.current_N, sampled)
+        return unweighted_loss(-weight_N * sampled.advantage_N * sampled.current_N, sampled)
 
     return cispo
 

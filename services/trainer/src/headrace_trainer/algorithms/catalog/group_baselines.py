@@ -86,12 +86,12 @@ def _baseline(rewards: list[float], section: BaselineSettings) -> float:
 
 
 def _load_opmd() -> Compute:
-    from headrace_trainer.algorithms.loss import plain
+    from headrace_trainer.algorithms.loss import unweighted_loss
 
     def loss(sampled: LossInputs, settings: LossSettings) -> TokenLoss:
         options = settings.of("opmd")
         assert isinstance(options, OpmdSettings)
-        return plain(-sampled.advantage_N * sampled.current_N / (1 + options.tau), sampled)
+        return unweighted_loss(-sampled.advantage_N * sampled.current_N / (1 + options.tau), sampled)
 
     return loss
 
@@ -120,7 +120,7 @@ def _section(settings: AdvantageSettings) -> StepWiseSettings:
 def credit(
     advantage: float, turns_S: Sequence[float | None], baseline: float, scale: float, settings: AdvantageSettings
 ) -> tuple[float, ...]:
-    """Return the advantage of each span, A_k in the formula of this module.
+    """Return the advantage of each span of sampled tokens: A_k in the formula of this module for the span's turn k.
 
     Args:
         advantage: advantage of the run.
@@ -162,8 +162,10 @@ def step_wise_grpo(
 
 
 def _spread(values: Sequence[float], least: float | None) -> float:
-    """Return the standard deviation of turn rewards, at least `least`; 0 with fewer than two, 1 where `least` is
-    None."""
+    """Return the divisor of turn rewards: their standard deviation, at least `least`, plus `EPSILON`.
+
+    It is 0 for fewer than two rewards, and 1 if `least` is None, which turns scaling off.
+    """
     if len(values) < 2:
         return 0.0
     return 1.0 if least is None else max(stdev(values), least) + EPSILON

@@ -71,8 +71,7 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class ReplyBlock:
-    """Mean logprobs per token of `B` answers under the base model: each after every user's reply of the block, and
-    after none.
+    """Mean logprobs per token of `B` answers under the base model: after each of the block's replies, and after none.
 
     Comparing them shows whether an answer became more likely because of its own reply or because of any reply.
     """
@@ -84,7 +83,9 @@ class ReplyBlock:
 
     @property
     def gaps(self) -> Floats:
-        """Gain of each run: the logprob after its own reply, minus the better of others' mean and no reply."""
+        """Gain of each run: mean logprob of its answer after its own reply, minus the larger of two others: the mean
+        over the other runs' replies, and without a reply.
+        """
         own_B = self.with_reply_BB.diagonal()
         others_B = (self.with_reply_BB.sum(1) - own_B) / max(1, len(own_B) - 1)
         return np.asarray(own_B - np.maximum(others_B, self.without_reply_B))
@@ -102,7 +103,7 @@ class GapEstimate:
     """The same sum in each permutation."""
 
     def plus(self, blocks: Iterable[ReplyBlock]) -> GapEstimate:
-        """Return the estimate after more runs. The same blocks in the same order get the same permutations."""
+        """Return the estimate with the runs of `blocks` added. Equal blocks in equal order get equal permutations."""
         estimate = self
         for block in blocks:
             estimate = estimate._with(block)
@@ -175,7 +176,9 @@ class HindsightSettings(Section):
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
         if self.contradicted_max >= self.accepted_min:
-            raise ValueError(f"contradicted_max is not below accepted_min = {self.accepted_min:g}")
+            raise ValueError(
+                f"contradicted_max = {self.contradicted_max:g}: must be below accepted_min = {self.accepted_min:g}"
+            )
         return self
 
 
@@ -188,8 +191,9 @@ def hindsight_of(settings: AdvantageSettings) -> HindsightSettings:
 
 @dataclass(frozen=True, slots=True)
 class StepDecision:
-    """Reason why a step of `hindsight` may not be taken: the teacher's gain from replies is not proven. `undecided`:
-    more runs may prove it.
+    """Reason (`why`) not to take a training step of `hindsight`: the teacher's gain from replies is not significant.
+
+    `undecided` is whether more runs may still make it significant.
     """
 
     why: str
@@ -197,9 +201,9 @@ class StepDecision:
 
 
 def refusal(gap: GapEstimate, settings: HindsightSettings) -> StepDecision | None:
-    """Return the reason why no step may be taken, or None when the gap is surely positive.
+    """Return the reason not to take a step, or None if the gap between teacher and student is significantly positive.
 
-    A batch that waits is tested again with twice as many runs, so each test spends half of the remaining error
+    A batch that waits is tested again with twice as many runs, so each test may use half of the remaining error
     probability: a twentieth at four runs, then a fortieth and so on.
     """
     undecided = gap.count < settings.runs_max
@@ -221,5 +225,7 @@ def refusal(gap: GapEstimate, settings: HindsightSettings) -> StepDecision | Non
     )
 
 
-told = estimator(Needs(hindsight=True, logprobs=True), HindsightSettings, signals=REPLIES)(reward_as_advantage)
+hindsight_advantages = estimator(Needs(hindsight=True, logprobs=True), HindsightSettings, signals=REPLIES)(
+    reward_as_advantage
+)
 HINDSIGHT = Algorithm("hindsight", "clipped", {"batch_wait_s": 600.0})

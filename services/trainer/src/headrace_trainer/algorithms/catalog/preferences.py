@@ -59,7 +59,7 @@ class DpoSettings(Section):
 def _load_dpo() -> Compute:
     from torch.nn.functional import logsigmoid
 
-    from headrace_trainer.algorithms.loss import plain, row_counts, row_sums
+    from headrace_trainer.algorithms.loss import row_counts, row_sums, unweighted_loss
 
     def dpo(sampled: LossInputs, settings: LossSettings) -> TokenLoss:
         options = settings.of("dpo")
@@ -73,7 +73,7 @@ def _load_dpo() -> Compute:
         margins_R = options.beta * sides_R.sign() * (sums_R - sums_R[sampled.pair_R])
         smoothing = options.label_smoothing
         losses_R = -(1 - smoothing) * logsigmoid(margins_R) - smoothing * logsigmoid(-margins_R)
-        return plain((losses_R / counts_R)[sampled.row_N], sampled)
+        return unweighted_loss((losses_R / counts_R)[sampled.row_N], sampled)
 
     return dpo
 
@@ -116,7 +116,7 @@ def _worth_kto(reward: float, settings: AdvantageSettings) -> float:
 def _load_kto() -> Compute:
     from torch import where
 
-    from headrace_trainer.algorithms.loss import plain, row_counts, row_sums
+    from headrace_trainer.algorithms.loss import row_counts, row_sums, unweighted_loss
 
     def kto(sampled: LossInputs, settings: LossSettings) -> TokenLoss:
         options = settings.of("kto")
@@ -128,7 +128,7 @@ def _load_kto() -> Compute:
         label_R = row_sums(sampled.advantage_N, sampled.row_N, rows) / counts_R
         weight_R = where(label_R > 0, options.good_weight, options.bad_weight) * label_R.abs()
         losses_R = weight_R * (1 - (options.beta * label_R.sign() * gain_R).sigmoid())
-        return plain((losses_R / counts_R)[sampled.row_N], sampled)
+        return unweighted_loss((losses_R / counts_R)[sampled.row_N], sampled)
 
     return kto
 
