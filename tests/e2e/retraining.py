@@ -21,7 +21,7 @@ from headrace_schemas import Branch, Experience, Span, TrainingMetrics, Turn
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.experiences.history import PublishedVersion
 from headrace_trainer.lineage import versions
-from headrace_trainer.lineage.saved import Saved
+from headrace_trainer.lineage.saved import SavedState
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner.model.policy import Policy
@@ -36,7 +36,7 @@ class Retraining:
 
     settings: TrainerSettings
     blobs: BlobStore
-    saved: Saved
+    saved: SavedState
     experiences: Mapping[tuple[str, int], Experience]
     """Experiences by id and revision, with the branch rebuilt from the turns."""
     batches: Mapping[int, Sequence[tuple[Experience, float, float | None]]]
@@ -119,7 +119,7 @@ def _from_turns(experience: Experience, turns: Mapping[str, Turn]) -> Experience
 
 
 def _batches(
-    reports: Iterable[TrainingMetrics], saved: Saved, experiences: Mapping[tuple[str, int], Experience]
+    reports: Iterable[TrainingMetrics], saved: SavedState, experiences: Mapping[tuple[str, int], Experience]
 ) -> dict[int, list[tuple[Experience, float, float | None]]]:
     """Verdicts are in the order of the batch; which step an experience was in, and with which advantage, is in the
     lineage's own window."""

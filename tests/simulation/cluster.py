@@ -19,7 +19,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.versions import read_manifest
 from headrace_schemas import Checkpoint, Experience, TrainingMetrics, Trajectory
 from headrace_schemas.events.envelope import Envelope
-from headrace_trainer.lineage.saved import Saved
+from headrace_trainer.lineage.saved import SavedState
 from headrace_trainer.lineage.store import LineageStore
 from tests.simulation import agents, faults
 from tests.simulation.agents import Ledger
@@ -273,7 +273,7 @@ def _untrained(cluster: Cluster) -> Iterator[str]:
         yield f"{len(saved.waiting)} experiences wait for a batch"
 
 
-def saved_lineage(cluster: Cluster, name: str = "main") -> Saved | None:
+def saved_lineage(cluster: Cluster, name: str = "main") -> SavedState | None:
     """Return the state of the trainer's last save."""
     return LineageStore(cluster.blobs, name).read()
 

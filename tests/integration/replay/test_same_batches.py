@@ -23,7 +23,7 @@ from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.ids import session_key
 from headrace_trainer.learner import WEIGHTS
 from headrace_trainer.lineage.opening import open_lineage
-from headrace_trainer.lineage.saved import Saved
+from headrace_trainer.lineage.saved import SavedState
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import TrainerSettings
 from tests.integration.conftest import TrainerProcess
@@ -159,7 +159,7 @@ def same_weights(rig: ReplayRig, lineage: str) -> None:
     assert all(np.array_equal(tensor, replayed_weights[name]) for name, tensor in live_weights.items())
 
 
-def _weights(store: LineageStore, saved: Saved) -> dict[str, np.ndarray[Any, Any]]:
+def _weights(store: LineageStore, saved: SavedState) -> dict[str, np.ndarray[Any, Any]]:
     with store.open_tensors(saved.present) as folder:
         return load((folder / WEIGHTS).read_bytes())
 

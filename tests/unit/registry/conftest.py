@@ -28,7 +28,7 @@ from headrace_schemas.http.catalog import WHO_HEADER
 from headrace_schemas.values.blobs import BlobRef, File, Manifest
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.experiences.history import PublishedVersion
-from headrace_trainer.lineage.saved import Saved, Tensors
+from headrace_trainer.lineage.saved import SavedState, Tensors
 from tests.support import tiny_model
 from tests.unit.registry.rig import MODEL, START, Rig
 
@@ -196,7 +196,7 @@ def refusal(answer: httpx2.Response) -> tuple[int, str]:
 _BLOB = BlobRef(uri="none", sha256="0" * 64, size=0)
 
 
-def saved(lineage: str, *versions: str) -> Saved:
+def saved(lineage: str, *versions: str) -> SavedState:
     """Return the saved state of a lineage whose versions lead from the base to the head.
 
     The trainer can return to the base and to the last promoted version.
@@ -208,7 +208,7 @@ def saved(lineage: str, *versions: str) -> Saved:
     tensors = Tensors(weights=_BLOB, optimizer=_BLOB)
     first, head = versions[0], versions[-1]
     middle = versions[1:-1] if len(versions) == 3 else ()
-    return Saved(
+    return SavedState(
         model="m",
         lineage=lineage,
         kind="full",

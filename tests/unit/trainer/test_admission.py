@@ -170,7 +170,7 @@ class TestCorrections:
         assert self.missing(1.0, twice) == pytest.approx(2.0)
 
     def test_what_an_abandoned_version_learned_counts_as_never_trained(self) -> None:
-        abandoned = publish(chain(3), 4, 4).rewound(name(3), 4)  # step 4 is undone
+        abandoned = publish(chain(3), 4, 4).rewind(name(3), 4)  # step 4 is undone
         old = entry(0, trained=1.0, step=4)
         assert self.missing_of(0.0, old, abandoned) == pytest.approx(-1.0)
         assert self.missing_of(None, old, abandoned) == 0.0

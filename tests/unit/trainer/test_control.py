@@ -68,12 +68,12 @@ def test_the_base_has_nothing_to_go_back_to() -> None:
 
 
 def test_a_refused_version_that_the_weights_do_not_hold_changes_nothing() -> None:
-    history = publish(chain(3), 4, 4).rewound(name(3), 4)
+    history = publish(chain(3), 4, 4).rewind(name(3), 4)
     assert plan_control(decision(name(4), "rejected"), history, (name(3),)).rewind_to is None
 
 
 def test_another_lines_champion_is_followed() -> None:
-    history = publish(chain(3), 4, 4).rewound(name(3), 4)
+    history = publish(chain(3), 4, 4).rewind(name(3), 4)
     assert plan_control(decision(name(4), "promoted"), history, (name(3),)) == ControlPlan((name(4), name(3)), name(4))
 
 

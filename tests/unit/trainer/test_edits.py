@@ -155,7 +155,7 @@ def branch_of(base: Path, between: str, *, last: str = f"K{END}") -> Branch:
 @pytest.mark.parametrize("text", ["No, it is K.", "Nein: «7», 日本\n\nsecond line"])
 def test_the_reply_stands_before_the_opening_in_the_tokens_that_the_engine_had(base: Path, text: str) -> None:
     branch = branch_of(base, f"\n{user_message(text)}{OPENING}")
-    reply = reader(base).read(branch, branch.spans[0])
+    reply = reader(base).read_reply(branch, branch.spans[0])
     assert reply is not None
     assert reply.prompt + reply.reply == encoder(base)(QUESTION + user_message(text) + OPENING)
     assert reply.next_span == branch.spans[1]
@@ -164,7 +164,7 @@ def test_the_reply_stands_before_the_opening_in_the_tokens_that_the_engine_had(b
 
 def test_an_answer_that_was_cut_off_has_a_reply_too(base: Path) -> None:
     branch = branch_of(base, f"{END}\n{user_message('No.')}{OPENING}")
-    reply = reader(base).read(branch, branch.spans[0])
+    reply = reader(base).read_reply(branch, branch.spans[0])
     assert reply is not None
     assert reply.prompt + reply.reply == encoder(base)(QUESTION + user_message("No.") + OPENING)
 
@@ -183,7 +183,7 @@ def test_an_answer_that_was_cut_off_has_a_reply_too(base: Path) -> None:
 )
 def test_a_tool_s_result_or_several_messages_are_no_reply(base: Path, between: str) -> None:
     branch = branch_of(base, between)
-    assert reader(base).read(branch, branch.spans[0]) is None
+    assert reader(base).read_reply(branch, branch.spans[0]) is None
 
 
 @pytest.mark.parametrize(("earlier_max", "expected"), [(0, []), (1, [2]), (2, [1, 2]), (8, [0, 1, 2])])
@@ -193,19 +193,19 @@ def test_answers_of_the_run_before_a_contradicted_one(base: Path, earlier_max: i
         encoder(base), 1, VERSION, first="F", second="K", reply="No.", reward=0.0, calls=calls
     ).branch  # fmt: skip
     assert run is not None
-    answers = reader(base, earlier_max).earlier(run, run.spans[3])
+    answers = reader(base, earlier_max).earlier_answers(run, run.spans[3])
     assert list(answers) == [run.spans[part_index] for part_index in expected]
 
 
 def test_answers_before_the_user_spoke_last_belong_to_what_was_asked_then(base: Path) -> None:
     run = conversation(encoder(base), 1, VERSION, first="F", second="K", reply="No.", reward=0.0, calls=("B",)).branch
     assert run is not None
-    assert reader(base, 8).earlier(run, run.spans[2]) == ()
+    assert reader(base, 8).earlier_answers(run, run.spans[2]) == ()
 
 
 def test_the_last_answer_has_no_reply(base: Path) -> None:
     branch = branch_of(base, f"\n{user_message('No.')}{OPENING}")
-    assert reader(base).read(branch, branch.spans[1]) is None
+    assert reader(base).read_reply(branch, branch.spans[1]) is None
 
 
 @pytest.mark.parametrize(

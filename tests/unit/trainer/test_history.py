@@ -51,7 +51,7 @@ def test_on_a_chain_staleness_is_the_difference_of_the_numbers() -> None:
 def test_refused_versions_do_not_age_the_champion() -> None:
     history = chain(2)
     for number in range(3, 13):  # ten children of version 2, each refused
-        history = publish(history, number, number).rewound(name(2), number)
+        history = publish(history, number, number).rewind(name(2), number)
     assert history.staleness([name(2)]) == 0
     assert history.staleness([name(12)]) == 1, "a refused sibling is one edge away"
     assert history.staleness([name(1)]) == 1
@@ -61,15 +61,24 @@ def test_refused_versions_do_not_age_the_champion() -> None:
 
 def test_a_step_is_held_while_its_version_is_on_the_line() -> None:
     history = chain(2)  # version n holds step n
-    assert [history.holds_step(step, 4) for step in (1, 2, 3, 4, 5)] == [True, True, True, True, False]
-    back = publish(history, 3, 4).rewound(name(1), 6)  # steps 3..4 made version 3; 5 and 6 followed; all are undone
-    assert [back.holds_step(step, 8) for step in range(1, 9)] == [True, False, False, False, False, False, True, True]
-    forward = back.rewound(name(3), 8)  # the registry makes version 3 champion after all
-    assert [forward.holds_step(step, 8) for step in range(1, 9)] == [True] * 4 + [False] * 4
+    assert [history.contains_step(step, 4) for step in (1, 2, 3, 4, 5)] == [True, True, True, True, False]
+    back = publish(history, 3, 4).rewind(name(1), 6)  # steps 3..4 made version 3; 5 and 6 followed; all are undone
+    assert [back.contains_step(step, 8) for step in range(1, 9)] == [
+        True,
+        False,
+        False,
+        False,
+        False,
+        False,
+        True,
+        True,
+    ]
+    forward = back.rewind(name(3), 8)  # the registry makes version 3 champion after all
+    assert [forward.contains_step(step, 8) for step in range(1, 9)] == [True] * 4 + [False] * 4
 
 
 def test_descent_follows_the_line() -> None:
-    history = publish(chain(2), 3, 3).rewound(name(1), 3)
+    history = publish(chain(2), 3, 3).rewind(name(1), 3)
     assert history.descends_from(name(1))
     assert history.descends_from(name(0))
     assert not history.descends_from(name(2))
@@ -86,7 +95,7 @@ def test_the_oldest_are_forgotten_except_those_to_keep_and_the_line_stays_usable
     assert history.staleness([name(5)]) is None
     assert history.staleness([name(29)]) == 0
     assert history.staleness([name(15)]) == 14
-    assert history.holds_step(3, 29), "older than everything remembered: never taken back"
+    assert history.contains_step(3, 29), "older than everything remembered: never taken back"
 
 
 VERSION = "m@000000000000"
@@ -103,7 +112,7 @@ def test_revisions_are_remembered_one_by_one() -> None:
     entry = window.get("a")
     assert entry is not None
     assert entry.revisions == (0, 3, 5)
-    assert [entry.seen(revision) for revision in range(6)] == [True, False, False, True, False, True]
+    assert [entry.has_seen(revision) for revision in range(6)] == [True, False, False, True, False, True]
 
 
 def test_very_many_revisions_are_bounded_and_the_forgotten_ones_count_as_seen() -> None:
@@ -113,8 +122,8 @@ def test_very_many_revisions_are_bounded_and_the_forgotten_ones_count_as_seen() 
     entry = window.get("a")
     assert entry is not None
     assert len(entry.revisions) == REVISIONS_MAX
-    assert entry.seen(0)
-    assert not entry.seen(REVISIONS_MAX + 10)
+    assert entry.has_seen(0)
+    assert not entry.has_seen(REVISIONS_MAX + 10)
 
 
 def test_a_revision_without_tokens_does_not_hide_where_the_tokens_are() -> None:
@@ -168,11 +177,11 @@ def test_a_revision_between_remembered_ones_is_new_and_one_below_them_only_when_
         seen(window, "a", revision)
     entry = window.get("a")
     assert entry is not None
-    assert not entry.seen(99), "63 revisions are fewer than are remembered"
+    assert not entry.has_seen(99), "63 revisions are fewer than are remembered"
     seen(window, "a", 226)
     entry = window.get("a")
     assert entry is not None
-    assert [entry.seen(revision) for revision in (98, 99, 100, 101, 225, 226, 227)] == [
+    assert [entry.has_seen(revision) for revision in (98, 99, 100, 101, 225, 226, 227)] == [
         True, True, True, False, False, True, False,
     ]  # fmt: skip
 

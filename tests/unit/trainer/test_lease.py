@@ -236,7 +236,7 @@ async def test_a_trainer_that_loses_its_lineage_ends_by_name(
 
 async def test_a_trainer_that_stops_gives_the_lineage_up(world: World, make: Make) -> None:
     await world.run(make())
-    assert LineageStore(world.blobs, "main").read_owner_sign().free
+    assert LineageStore(world.blobs, "main").read_owner_sign().is_free
 
 
 def test_waiting_must_be_longer_than_the_lease(make: Make) -> None:

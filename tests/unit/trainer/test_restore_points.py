@@ -278,7 +278,7 @@ def test_an_experience_is_held_while_its_contributions_do_not_cancel_out(
 
 
 def test_the_revisions_that_are_held_are_those_on_the_line_and_an_unknown_one_is_the_newest() -> None:
-    revisions = entry(gave(0, 1.0), gave(2, 1.0, step=9)).held_revisions(chain(1), 1)
+    revisions = entry(gave(0, 1.0), gave(2, 1.0, step=9)).revisions_in_weights(chain(1), 1)
     assert revisions == {0}
-    assert entry(gave(-1, 1.0)).held_revisions(chain(1), 1) == {4}
-    assert entry(gave(1, 1.0)).held_revisions(chain(1), 1) == {1}
+    assert entry(gave(-1, 1.0)).revisions_in_weights(chain(1), 1) == {4}
+    assert entry(gave(1, 1.0)).revisions_in_weights(chain(1), 1) == {1}

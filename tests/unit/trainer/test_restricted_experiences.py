@@ -30,7 +30,7 @@ from headrace_trainer.backends import BACKENDS
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.experiences.admission import limits_of
 from headrace_trainer.experiences.replies import ReplyReader
-from headrace_trainer.experiences.restrictions import SetBuilder, SetsUnknown
+from headrace_trainer.experiences.restrictions import SetBuilder, TokenSetsError
 from tests.support import tiny_model
 from tests.support.restricted import (
     VOCABULARY as ENGINE_VOCABULARY,
@@ -334,5 +334,5 @@ async def test_sets_of_a_branch_have_a_bound(replica: Replica, base: Path, monke
     branch = engine_experience(replica.turn(tokens, record, prompt)).branch
     assert branch is not None
     monkeypatch.setattr("headrace_trainer.experiences.restrictions.BRANCH_BYTES_MAX", 64)
-    with pytest.raises(SetsUnknown, match="sets_size"):
+    with pytest.raises(TokenSetsError, match="sets_size"):
         SetBuilder(base, ENGINE_VOCABULARY).build(branch)

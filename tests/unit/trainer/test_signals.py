@@ -138,7 +138,9 @@ async def test_what_a_refusal_undoes_is_trained_again_whole(tmp_path: Path, make
     entry = trainer.lineage.state.window.get("e3")
     assert entry is not None
     assert [contribution.step for contribution in entry.contributions] == [1, 1, 2, 2]
-    assert [contribution.advantage for contribution in entry.held_contributions(trainer.lineage.state.history, 2)] == [
+    assert [
+        contribution.advantage for contribution in entry.contributions_in_weights(trainer.lineage.state.history, 2)
+    ] == [
         1.0,
         -1.0,
     ]

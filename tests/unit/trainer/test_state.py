@@ -30,7 +30,7 @@ from headrace_trainer.batches.prepare import prepare
 from headrace_trainer.experiences.admission import AdmissionLimits
 from headrace_trainer.experiences.history import History, PublishedVersion
 from headrace_trainer.experiences.replies import ReplyReader
-from headrace_trainer.experiences.reports import Unreported
+from headrace_trainer.experiences.reports import UnreportedOutcomes
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.settings import MemorySettings
@@ -116,7 +116,7 @@ def test_what_became_of_revisions_is_counted() -> None:
     state.drop(state.waiting[0], "stale")
     state.drop(state.waiting[0], "singleton", "unpaired")
     step(state)
-    state.note_undone("e2", (0, 1, 2), 2)
+    state.record_reversal("e2", (0, 1, 2), 2)
     after = [measured(metric, **labels) for metric, labels in kinds]
     assert [new - old for new, old in zip(after, before, strict=True)] == [2, 1, 1, 1, 0, 1, 2]
 
@@ -177,13 +177,13 @@ def test_what_could_change_the_weights_again_is_never_forgotten() -> None:
         state.history = publish(state.history, number, state.steps)
     state.admit(experience(2, name(5), reward=None), (0, 1), START)
     state.admit(experience(3, name(5), reward=None), (0, 2), START)
-    state.forget(START + timedelta(days=999))
+    state.evict_old_entries(START + timedelta(days=999))
     assert list(state.window) == ["e1"], "version 1 is four edges away, but it is the champion"
     state.promoted = (name(5), name(4))
-    state.forget(START)
+    state.evict_old_entries(START)
     assert state.window.get("e1") is not None, "within the count it stays anyway"
     state.admit(experience(4, name(5), reward=None), (0, 3), START)
-    state.forget(START)
+    state.evict_old_entries(START)
     assert state.window.get("e1") is None
 
 
@@ -194,7 +194,7 @@ def test_what_is_just_fresh_enough_to_be_trained_again_is_kept() -> None:
         step(state)
         state.history = publish(state.history, number + 1, state.steps)
     state.promoted = (name(3),)
-    state.forget(START)
+    state.evict_old_entries(START)
     assert list(state.window) == ["e1", "e2"], "two edges back is the limit, three is not"
 
 
@@ -218,7 +218,7 @@ class Life:
                 self.publish()
             else:
                 target = self.draw.choice(self.state.history.versions[-3:]).version
-                self.state.history = self.state.history.rewound(target, self.state.steps)
+                self.state.history = self.state.history.rewind(target, self.state.steps)
                 self.state.sweep()
 
     def arrive(self, turn: int) -> None:
@@ -301,7 +301,7 @@ def test_an_account_takes_what_fits_and_the_rest_follows_in_order(outcomes: int,
         for entries in (account.outcomes, account.undone, account.restored):
             events += [entry.experience_id for entry in entries]
         left = state.snapshot()["unreported"]
-        assert left == Unreported(
+        assert left == UnreportedOutcomes(
             outcomes=tuple(state.outcomes), undone=tuple(state.undone), restored=tuple(state.restored)
         )
     assert accounts < 5

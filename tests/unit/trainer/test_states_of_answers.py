@@ -158,7 +158,7 @@ def test_what_an_earlier_release_saved_is_of_the_last_word_and_of_the_first_answ
         touched_ms=0,
     )
     old = entry.contributions[0]
-    assert entry.held_revisions(chain(1), 1) == {4}
+    assert entry.revisions_in_weights(chain(1), 1) == {4}
     assert old.token_weight == 0.0, "not known"
     assert old.what is not None
     assert old.what.choice == 0

@@ -14,7 +14,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.records import Records
 from headrace_schemas.values.blobs import BlobRef, Fingerprint
 from headrace_trainer.lineage.opening import open_lineage
-from headrace_trainer.lineage.saved import Pointer, Saved
+from headrace_trainer.lineage.saved import Pointer, SavedState
 from headrace_trainer.lineage.store import LineageStore, LineageTaken
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import Bus, World, experience
@@ -22,7 +22,7 @@ from tests.unit.trainer.world import Bus, World, experience
 POINTER = "lineages/main"
 
 
-async def trained(world: World, make: Make, count: int = 8, **settings: Any) -> Saved:
+async def trained(world: World, make: Make, count: int = 8, **settings: Any) -> SavedState:
     """Train a lineage for two steps, unless `settings` differ, and return its saved state."""
     await world.run(make(**settings))
     version = world.bus.checkpoints[0].version
@@ -30,9 +30,9 @@ async def trained(world: World, make: Make, count: int = 8, **settings: Any) -> 
     return saved_of(await world.run(make(**settings)))
 
 
-def saved_of(trainer: object) -> Saved:
+def saved_of(trainer: object) -> SavedState:
     lineage = getattr(trainer, "lineage")  # noqa: B009
-    saved: Saved = lineage.saved
+    saved: SavedState = lineage.saved
     return saved
 
 

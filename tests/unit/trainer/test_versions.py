@@ -63,7 +63,7 @@ def learner(base: Path, rank: int = 0) -> TorchLearner:
 
 
 def publish_base(blobs: BlobStore, base: Path, learner: TorchLearner) -> tuple[Manifest, BlobRef]:
-    return versions.publish_base(blobs, versions.base_files(blobs, base), learner, name="m", lineage="main")
+    return versions.publish_base(blobs, versions.store_base_files(blobs, base), learner, name="m", lineage="main")
 
 
 def publish(blobs: BlobStore, learner: TorchLearner, first: Manifest) -> tuple[Manifest, BlobRef]:
@@ -72,7 +72,7 @@ def publish(blobs: BlobStore, learner: TorchLearner, first: Manifest) -> tuple[M
         copy = learner.copy(first.version)
         copy.write(Path(folder))
         assert copy.fingerprint is not None
-        return versions.publish(
+        return versions.publish_version(
             blobs,
             Path(folder) / VERSION,
             copy.fingerprint,
@@ -135,7 +135,7 @@ def test_a_version_is_served_in_the_type_of_its_base(tmp_path: Path) -> None:
     (tmp_path / "w.safetensors").write_bytes(blobs.get(weights.blob))
     served = load_file(tmp_path / "w.safetensors")
     assert {tensor.dtype for tensor in served.values()} == {torch.bfloat16}
-    versions.load(blobs, manifest, trained)
+    versions.load_weights(blobs, manifest, trained)
     assert trained.policy.fingerprint().logprobs == pytest.approx(manifest.fingerprint.logprobs, abs=1e-5)
 
 
@@ -154,7 +154,7 @@ def test_an_untied_head_and_several_weight_files_survive(tmp_path: Path) -> None
     assert [file.path for file in manifest.files if "safetensors" in file.path] == ["model.safetensors"]
     mine = trained.policy.tensors()
     again = learner(base)
-    versions.load(blobs, manifest, again)
+    versions.load_weights(blobs, manifest, again)
     assert "lm_head.weight" in mine
     assert all(torch.equal(tensor, mine[name]) for name, tensor in again.policy.tensors().items())
 
@@ -167,7 +167,7 @@ def test_weights_can_be_taken_back_from_a_version(base: Path, tmp_path: Path, ra
     manifest, _ = publish(blobs, trained, first)
     then = trained.policy.tensors()
     disturb(trained.policy, 2)
-    versions.load(blobs, manifest, trained)
+    versions.load_weights(blobs, manifest, trained)
     assert all(torch.equal(tensor, then[name]) for name, tensor in trained.policy.tensors().items())
 
 
@@ -212,13 +212,13 @@ def test_a_base_that_does_not_load_is_a_setting_error(base: Path, tmp_path: Path
 def test_another_base_under_an_old_lineage_is_a_setting_error(base: Path, tmp_path: Path) -> None:
     blobs = BlobStore((tmp_path / "blobs").as_uri())
     first, _ = publish_base(blobs, base, learner(base))
-    versions.check_same(base, first, "main")
+    versions.check_same_base(base, first, "main")
     copy = tmp_path / "copy"
     shutil.copytree(base, copy)
     config = json.loads((copy / "config.json").read_text()) | {"rope_theta": 1.0}
     (copy / "config.json").write_text(json.dumps(config))
     with pytest.raises(SettingError, match=r"config\.json differ from what lineage main started from"):
-        versions.check_same(copy, first, "main")
+        versions.check_same_base(copy, first, "main")
     assert hashlib.sha256((base / "config.json").read_bytes()).hexdigest() in {f.blob.sha256 for f in first.files}
 
 
@@ -271,7 +271,9 @@ def held_advantage(trainer: Trainer, number: int) -> float:
     state = trainer.lineage.state
     entry = state.window.get(f"e{number}")
     assert entry is not None
-    return math.fsum(contribution.advantage for contribution in entry.held_contributions(state.history, state.steps))
+    return math.fsum(
+        contribution.advantage for contribution in entry.contributions_in_weights(state.history, state.steps)
+    )
 
 
 async def beside(world: World, make: Make) -> tuple[str, str]:

@@ -196,7 +196,7 @@ class DryRun:
         version = _version(settings.model, history.next_number, history.head, history.head_step + 1, state.steps)
         keep = {history.versions[0].version}
         state.history, self._weights_changed = history.with_version(version, keep, VERSIONS_MAX), False
-        state.forget(_START)
+        state.evict_old_entries(_START)
         if len(self._branches) > 2 * len(state.window):
             self._branches = {name: self._branches[name] for name in state.window if name in self._branches}
 

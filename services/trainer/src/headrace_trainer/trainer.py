@@ -133,7 +133,7 @@ class Trainer:
 
     async def _train_as_owner(self) -> None:
         """Train and renew the lease at the same time, until one of the two ends."""
-        work, lease = tasks = [asyncio.create_task(self._open_and_train()), asyncio.create_task(self._lease.keep())]
+        work, lease = tasks = [asyncio.create_task(self._open_and_train()), asyncio.create_task(self._lease.renew())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in tasks:

@@ -14,9 +14,9 @@ from headrace_trainer.experiences.waiting import (
     BatchRules,
     Selection,
     WaitingExperience,
+    form_batch,
     form_parties,
     select,
-    take_ready,
 )
 from headrace_trainer.settings import TrainerSettings
 
@@ -123,7 +123,7 @@ class Cutter:
         if not self._paired:
             return select(state.waiting, rules, now, full, state.is_correction)
         parties = form_parties(state.waiting, self._pair_wait, now, state.open_answers, state.has_corrections)
-        batch = take_ready(parties.ready, lambda item: parties.party[item.experience_id], rules, now, full)
+        batch = form_batch(parties.ready, lambda item: parties.party[item.experience_id], rules, now, full)
         return Selection(batch, unpaired=parties.unpaired)
 
     def _is_early(self, state: LineageState, rules: BatchRules, now: datetime) -> bool:

@@ -106,13 +106,13 @@ def _hindsight(experience: Experience, example: Example, replies: ReplyReader | 
     branch = _branch(experience)
     span = example.span(branch)
     assert span is not None
-    reply = replies.read(branch, span)
+    reply = replies.read_reply(branch, span)
     assert reply is not None, "only an answer with a reply can be contradicted"
     prompt_T, reply_T, next_T = (
         np.array(token_ids, np.int32)
         for token_ids in (reply.prompt, reply.reply, branch.token_ids[reply.next_span.start : reply.next_span.stop])
     )
-    earlier_K = np.array([answer.start for answer in replies.earlier(branch, span)], np.int32)
+    earlier_K = np.array([answer.start for answer in replies.earlier_answers(branch, span)], np.int32)
     return Hindsight(prompt_T, reply_T, next_T, reply.next_span.temperature, earlier_K)
 
 

@@ -59,7 +59,7 @@ _DETAIL_LENGTH_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """Conditions under which an experience is trained, and the functions that make training examples of it.
+    """Conditions under which an experience is trained, and the functions that derive training examples from it.
 
     The limits are numbers of token ids, tokens of a sequence, versions since sampling, and sizes of rewards and
     advantages.
@@ -106,9 +106,9 @@ class AdmissionLimits:
         )
 
     def _reply_examples(self, experience: Experience) -> FindReplyExamples | None:
-        """Return the function that finds examples of replies.
+        """Return the function that derives examples from the user's replies, or None if replies are not trained.
 
-        Grades depend on text alone, so they are read from the whole branch, and not only from its trained spans.
+        If the algorithm grades replies, the whole branch of `experience` is read, and not only its trained spans.
         """
         reader, grade = self.replies, self.grade
         if reader is None:
@@ -128,9 +128,9 @@ class AdmissionLimits:
         return tuple(turn for turn in branch.turn_ids if turn not in trained_turns)
 
     def restriction_problem(self, experience: Experience) -> str | None:
-        """Return why the sets of tokens that a branch was sampled from are unknown, or None if they are known.
+        """Return the reason why the allowed tokens of a branch's positions cannot be computed, or None if they can.
 
-        The first call for a branch may take seconds. A branch that is too long to be trained is not examined.
+        The first call for a branch may take seconds. For a branch that is too long to be trained, the result is None.
         """
         branch = experience.branch
         if branch is None or len(branch.token_ids) > self.sequence_tokens:
@@ -141,10 +141,9 @@ class AdmissionLimits:
 
     @property
     def rules(self) -> CorrectionRules:
-        """Rules by which an experience is trained again after its reward has changed.
+        """Rules by which an experience is trained again after its reward has changed: `correction_rules`, or defaults.
 
-        Unless the algorithm brings rules of its own, the rewards themselves are compared, without a mapping to other
-        values.
+        By default, rewards are used without a mapping to other values.
         """
         return self.correction_rules or CorrectionRules(self.advantage_max, self.correction_min, logprobs=self.logprobs)
 
@@ -196,7 +195,11 @@ def learned_signals(settings: TrainerSettings) -> LearnedSignals:
 
 
 def open_reply_reader(settings: TrainerSettings) -> ReplyReader:
-    """Open the reader of users' replies. Raises `SettingError` where the base does not show where messages begin."""
+    """Open the reader of users' replies with the base's tokenizer and chat template.
+
+    Raises:
+        SettingError: the chat template does not mark where messages begin and end.
+    """
     hindsight = hindsight_of(settings.advantage)
     earlier_max = hindsight.earlier_max if hindsight.compared == "distributions" else 0
     return ReplyReader(Path(settings.base), hindsight.contradicted_max, hindsight.accepted_min, earlier_max)
@@ -204,7 +207,7 @@ def open_reply_reader(settings: TrainerSettings) -> ReplyReader:
 
 @dataclass(frozen=True, slots=True)
 class Objection:
-    """Reason why a revision cannot change the weights. `detail` narrows it down."""
+    """Reason why a revision of an experience cannot change the weights, with an optional more exact `detail`."""
 
     reason: DropReason
     detail: str | None = None
@@ -218,7 +221,7 @@ EXCLUDED = Objection("withdrawn", "excluded")
 class Decision:
     """Decision to queue an experience, drop it with a reason, or ignore a redelivery.
 
-    `replaces`: an older revision that waits is removed from the queue.
+    `replaces` is whether an older revision of the experience, which waits, must be removed from the queue.
     """
 
     action: Literal["queue", "drop", "ignore"]
@@ -230,12 +233,14 @@ class Decision:
 def decide(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
 ) -> Decision:
-    """Decide about an experience that arrived. One that causes an error is dropped as `invalid`; the others go on.
+    """Decide about an experience that arrived. If an error occurs, it is dropped as `invalid`.
 
     Args:
+        experience: the experience.
         entry: the window's entry of the experience, or None if it was not seen before.
         history: versions of the lineage.
         steps: number of steps that the lineage has taken.
+        limits: the conditions.
     """
     try:
         return _decide(experience, entry, history, steps, limits)
@@ -249,7 +254,7 @@ def _decide(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
 ) -> Decision:
     if entry is not None:
-        if entry.seen(experience.revision):
+        if entry.has_seen(experience.revision):
             return Decision("ignore")
         if experience.revision < entry.revisions[-1]:
             return Decision("drop", "already_trained" if entry.trained else "superseded")
@@ -274,7 +279,7 @@ def find_objection(
 def find_expiry(
     experience: Experience, entry: Entry | None, history: History, steps: int, limits: AdmissionLimits
 ) -> Objection | None:
-    """Return a reason that may arise while an experience waits, because the weights move; None without one."""
+    """Return the reason why a waiting experience can no longer be trained with the present weights, or None."""
     try:
         return _find_expiry(experience, entry, history, steps, limits)
     except Exception as error:
@@ -288,7 +293,7 @@ def _find_expiry(
 ) -> Objection | None:
     trained = entry is not None and entry.trained
     versions = versions_of(experience, limits.rules)
-    excluded = history.first_excluded(versions) is not None
+    excluded = history.find_excluded(versions) is not None
     if excluded and not trained:
         return EXCLUDED
     reason = staleness_reason(versions, history, limits.max_staleness)
@@ -306,7 +311,7 @@ def pending_updates_of(
 
     Answers of an excluded version have no examples, so their contributions are reversed.
     """
-    excluded = history.first_excluded(versions_of(experience, limits.rules)) is not None
+    excluded = history.find_excluded(versions_of(experience, limits.rules)) is not None
     trained_examples = () if excluded else limits.examples(experience)
     return pending_updates(experience, entry, trained_examples, history, steps, limits.rules)
 
@@ -335,8 +340,8 @@ def versions_of(experience: Experience, rules: CorrectionRules) -> Sequence[str]
 
 
 def _objection_without_examples(experience: Experience, limits: AdmissionLimits) -> Objection:
-    """Return the reason why nothing of an experience can be trained: it is too long or invalid, or has no reward, no
-    logprobs or no signal that the algorithm uses.
+    """Return the reason why an experience has no examples: it is too long or invalid, or has no reward, no logprobs, or
+    no signal that the algorithm uses.
     """
     if experience.branch is not None and limits.write is not None and limits.signals.edits and experience.edits:
         longer = replace(limits, sequence_tokens=2**62)
@@ -349,10 +354,10 @@ def _objection_without_examples(experience: Experience, limits: AdmissionLimits)
 
 
 def _find_malformation(experience: Experience, limits: AdmissionLimits) -> Objection | None:
-    """Return why the model cannot be trained on a branch, or None if it can.
+    """Return why an experience with examples cannot be trained, whatever the weights are, or None if it can.
 
-    The model has no such token or context, the first token has no prefix to be predicted from, or the reward is beyond
-    `reward_max`.
+    Reasons are for example a token id outside the vocabulary, too long a sequence, a trained first token, which no
+    prefix predicts, and a reward beyond `reward_max`.
     """
     assert experience.branch is not None
     if experience.origin == "written" and limits.logprobs:

@@ -34,7 +34,8 @@ FindReplyExamples = Callable[[Experience], Iterable["Example"]]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """Part of an experience that is trained for itself: the whole branch, one answer, or a replacement of an answer.
+    """One training sequence of an experience: the whole branch, one answer, or a replacement of an answer.
+
     `part` is its unique name within the experience.
     """
 
@@ -85,10 +86,12 @@ def examples(
     The result is empty if the experience carries no signal that is trained.
 
     Args:
+        experience: the experience.
+        signals: the signals that the algorithm trains.
         worth: maps a reward to the value that the algorithm uses; None for the reward itself.
-        write: tokenizes edits; None where they are not trained.
-        replied: finds examples of replies; None where they are not trained.
-        logprobs: whether answers without the logprobs of the sampling policy are no examples. Their edits are.
+        write: function that tokenizes edits; None if edits are not trained.
+        replied: function that returns the examples of answers with replies; None if replies are not trained.
+        logprobs: whether to leave out answers without the logprobs of the sampling policy. Their edits stay.
     """
     if experience.branch is None:
         return ()
@@ -109,12 +112,12 @@ def examples(
 
 
 def _answers_of(branch: Branch | None) -> frozenset[tuple[str, int]]:
-    """Return turn and choice of each answer. A search of all spans for each example would take quadratic time."""
+    """Return turn id and choice of each answer of the branch, as a set, so that each look-up takes constant time."""
     return frozenset((span.turn_id, span.choice) for span in branch.spans) if branch is not None else frozenset()
 
 
 def _is_present(example: Example, answers: frozenset[tuple[str, int]]) -> bool:
-    """Return whether `answers` has the answer that the example is about, or any answer."""
+    """Return whether `answers` contains the answer of the example, or for a whole branch, whether it has any answer."""
     return (example.turn_id, example.choice) in answers if example.turn_id else bool(answers)
 
 
@@ -133,10 +136,11 @@ def _branch_examples(
 def _demonstration_examples(
     experience: Experience, signals: Signals, worth: Callable[[float], float] | None
 ) -> Iterator[Example]:
-    """Yield the example of a written branch. It is trained as a demonstration unless its preferences or its reward
-    decide
-    otherwise: a rejected answer is no demonstration, a side of a preference is trained as a preference where the
-    algorithm uses them, and where rewards are labels the label decides."""
+    """Yield the example of a branch that a person or a data set wrote, at most one.
+
+    It is a demonstration with the value 1, unless the algorithm maps its reward to a label, which then decides. Nothing
+    is yielded for a withdrawn branch, a rejected side of a preference, and a branch whose preferences are trained.
+    """
     sides = {preference.side for preference in experience.preferences}
     if experience.no_reward == "withdrawn" or "rejected" in sides or (sides and signals.preferences):
         return
@@ -188,8 +192,8 @@ SpanAdvantages = tuple[float, ...]
 class CorrectionRules:
     """Rules for training an experience again after its reward has changed.
 
-    Its first training used an advantage of the old reward; a correction trains the difference between the advantage of
-    the new reward and that one.
+    The first training used the advantage of the old reward. A correction trains the advantage of the new reward minus
+    that of the old one.
     """
 
     advantage_max: float
@@ -204,7 +208,10 @@ class CorrectionRules:
     """Whether answers are trained by the logprobs of the policy that sampled them."""
 
     def trained_branch(self, branch: Branch) -> Branch | None:
-        """Return the branch with the spans that can be trained, None without any."""
+        """Return the branch with only the spans that can be trained, or None if there are none.
+
+        If the algorithm needs logprobs, spans without logprobs cannot be trained.
+        """
         return branch.sampled if self.logprobs else branch
 
 
@@ -239,12 +246,12 @@ def pending_updates(
     """Return the updates that the weights still lack for an experience.
 
     Args:
-        experience: its newest revision.
+        experience: the newest revision of the experience.
         entry: the window's entry of the experience, or None if it was not seen before.
-        examples: examples that the experience has now.
+        examples: the examples of this revision.
         history: versions of the lineage.
         steps: number of steps that the lineage has taken.
-        rules: turn its reward into an advantage.
+        rules: rules that convert the reward to an advantage.
 
     Returns:
         The updates of `examples`, in their order, followed by reversals of examples that were withdrawn.
@@ -252,7 +259,7 @@ def pending_updates(
     if entry is None or not entry.trained:
         return tuple(PendingUpdate(example, example.value) for example in examples)
     contributions: dict[str, list[Contribution]] = {}
-    for contribution in entry.held_contributions(history, steps):
+    for contribution in entry.contributions_in_weights(history, steps):
         contributions.setdefault(contribution.part, []).append(contribution)
     trained_parts = {contribution.part for contribution in entry.contributions}
     updates: list[PendingUpdate] = []
@@ -273,8 +280,9 @@ def pending_updates(
 
 
 def turns_of(experience: Experience, rules: CorrectionRules) -> tuple[float | None, ...]:
-    """Return the rewards of turns in the order of the branch's trained spans: each at the first span of its turn, and
-    None for other spans and turns without a reward.
+    """Return one entry for each trained span of the branch: the reward of its turn at the turn's first span, else None.
+
+    Turns without a reward have None, too.
     """
     assert experience.branch is not None
     branch = rules.trained_branch(experience.branch)

@@ -16,7 +16,7 @@ from headrace_schemas.values.blobs import BlobRef
 
 
 class PublishedVersion(Model):
-    """One version of the lineage. Its weights are its parent's after the steps `first_step .. last_step`."""
+    """One version of the lineage: the weights of its parent after the training steps `first_step .. last_step`."""
 
     version: Version
     parent: Version | None
@@ -84,8 +84,9 @@ class History:
         return max(published.number for published in self.versions) + 1
 
     def staleness(self, versions: Iterable[str]) -> int | None:
-        """Return the number of versions between the oldest of `versions` and the head; None when one is of another
-        lineage."""
+        """Return the number of versions between the oldest of `versions` and the head, or None if one of them belongs
+        to another lineage.
+        """
         distances = [self._distance(version) for version in versions]
         lineage_distances = [distance for distance in distances if distance is not None]
         return max(lineage_distances, default=0) if len(lineage_distances) == len(distances) else None
@@ -99,8 +100,8 @@ class History:
         excludes = version in self and not ends
         return replace(self, excluded=self.excluded | {version} if excludes else self.excluded - {version})
 
-    def first_excluded(self, versions: Iterable[str]) -> str | None:
-        """Return the first of `versions` whose experiences are not trained."""
+    def find_excluded(self, versions: Iterable[str]) -> str | None:
+        """Return the first of `versions` that is excluded from training, or None."""
         return next((version for version in versions if version in self.excluded), None)
 
     def _distance(self, version: str) -> int | None:
@@ -117,13 +118,11 @@ class History:
         """Return whether `version` is `ancestor` or was trained from it, over any number of versions."""
         return any(published.version == ancestor for published in self._line(version))
 
-    def holds_step(self, step: int, now: int) -> bool:
-        """Return whether the weights after `now` steps contain the change of `step`.
+    def contains_step(self, step: int, now: int) -> bool:
+        """Return whether the present weights, after `now` steps of the lineage, contain the update of step `step`.
 
-        Steps of abandoned versions are undone.
-
-        Steps older than all remembered versions count as contained; their experiences are long past any staleness
-        bound.
+        They do not contain the steps of abandoned versions. Steps older than all stored versions count as contained;
+        their experiences are too stale to be trained again.
         """
         if self.head_step < step <= now:
             return True
@@ -148,15 +147,15 @@ class History:
             self, versions=(*remaining, version), head=version.version, head_step=version.last_step, excluded=excluded
         )
 
-    def rewound(self, version: str, now: int) -> History:
-        """Return the history after the weights went back to `version`.
+    def rewind(self, version: str, now: int) -> History:
+        """Return the history with `version` as its head, after the weights were reset to that version.
 
-        The steps since then, up to `now`, are undone.
+        The weights no longer contain the steps after `version`, up to step `now`.
         """
         return replace(self, head=version, head_step=now)
 
     def _line(self, version: str) -> Iterator[PublishedVersion]:
-        """Yield `version` and its ancestors, newest first, as far as they are known."""
+        """Yield `version` and its ancestors that the history still contains, the newest first."""
         published = self._by_name.get(version)
         while published is not None:
             yield published

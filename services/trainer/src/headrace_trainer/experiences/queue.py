@@ -18,7 +18,7 @@ QUEUE_BYTES_MAX = 256 << 20
 
 
 class WaitingQueue:
-    """Waiting experiences by id, in order of arrival. Its sums cost the same however many experiences wait."""
+    """Waiting experiences by id, in order of arrival, with running sums of their tokens and bytes."""
 
     def __init__(self, memory: MemorySettings, waiting: Iterable[WaitingExperience]) -> None:
         self._memory = memory
@@ -50,7 +50,7 @@ class WaitingQueue:
 
     @property
     def earliest_ms(self) -> int | None:
-        """Time from which the first of the experiences has waited, or None if none waits."""
+        """Arrival of the experience that has waited longest, in milliseconds since 1970; None if the queue is empty."""
         if self._earliest_ms is None:
             self._earliest_ms = min((item.since_ms for item in self._items.values()), default=None)
         return self._earliest_ms
@@ -89,10 +89,10 @@ class WaitingQueue:
         WAITING_TOKENS.set(self._tokens)
 
 
-class KnownUpdates(NamedTuple):
-    """Pending updates of a waiting experience, and all that they were computed from.
+class CachedUpdates(NamedTuple):
+    """Cached pending updates of a waiting experience, with the inputs from which they were computed.
 
-    Each record asks for those of all waiting experiences, and to compute them means to tokenize edits.
+    They are needed for all waiting experiences after each record, and computing them may tokenize edits.
     """
 
     experience: Experience
@@ -101,7 +101,7 @@ class KnownUpdates(NamedTuple):
     steps: int
     updates: tuple[PendingUpdate, ...]
 
-    def fits(self, experience: Experience, entry: Entry | None, history: History, steps: int) -> bool:
-        """Return whether the updates would be computed from the same objects again."""
+    def is_valid_for(self, experience: Experience, entry: Entry | None, history: History, steps: int) -> bool:
+        """Return whether these inputs are the ones from which the cached updates were computed."""
         is_same = self.experience is experience and self.entry is entry and self.history is history
         return is_same and self.steps == steps

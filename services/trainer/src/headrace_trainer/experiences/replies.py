@@ -41,9 +41,9 @@ _CALL_MESSAGE = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 @dataclass(frozen=True, slots=True)
 class ReplyTokens:
-    """Tokens of a user's reply: the prompt of the answer, the user's next message, and the model's answer to it.
+    """Tokens around a user's reply to an answer: the answer's prompt, the reply, and the span of the next answer.
 
-    `prompt` has no opening of an answer; `reply` ends with one.
+    `prompt` is without the template's tokens that open the answer; `reply` ends with those that open the next answer.
     """
 
     prompt: tuple[int, ...]
@@ -55,7 +55,7 @@ class ReplyTokens:
 
 @dataclass(frozen=True, slots=True)
 class _MessageForm:
-    """Text before and after the content of a single user message, the opening of the next answer included."""
+    """Text that the chat template writes before and after the content of a user message and up to the next answer."""
 
     before: str
     after: str
@@ -75,7 +75,7 @@ class ReplyReader:
         folder: the model folder. It is read once.
         contradicted_max: highest reward of a turn whose answer counts as contradicted.
         accepted_min: lowest reward of a turn whose answer counts as accepted.
-        earlier_max: largest number of answers before a contradicted one that `earlier` returns.
+        earlier_max: largest number of answers before a contradicted one that `earlier_answers` returns.
 
     Raises:
         SettingError: the folder has no tokenizer, or its chat template does not show where messages begin and end.
@@ -115,8 +115,8 @@ class ReplyReader:
     def examples(self, experience: Experience) -> Iterator[Example]:
         """Yield the examples of answers with a reply: contradicted ones with the value 1, and accepted ones with 0.
 
-        Skipped are answers to which a tool replied, and answers that were sampled from a part of the vocabulary: the
-        prompt with the reply would allow another part, so their logprobs could not be compared.
+        Answers to which a tool replied are skipped, and answers that were sampled from a part of the vocabulary,
+        because after the prompt with the reply other tokens would be allowed.
         """
         branch, (contradicted_max, accepted_min) = experience.branch, self._bounds
         rewards = {reward.turn_id: reward.value for reward in experience.turn_rewards}
@@ -126,7 +126,7 @@ class ReplyReader:
             reward, name = rewards.get(span.turn_id), f"{span.turn_id}/{span.choice}"
             if reward is None or contradicted_max < reward < accepted_min or span.restricted:
                 continue
-            reply = self.read(branch, span)
+            reply = self.read_reply(branch, span)
             if reply is not None and reply.next_span.restricted:
                 continue
             if reward >= accepted_min and (reply is not None or span is branch.spans[-1]):
@@ -142,10 +142,10 @@ class ReplyReader:
         Raises:
             ValueError: `grade` returned another number of values than there are replies, or a value that is no reward.
         """
-        replies = self.replies(experience)
+        replies = self.find_replies(experience)
         grades = grade(replies) if replies else ()
         if len(grades) != len(replies):
-            raise ValueError(f"grade returned {len(grades)} values for {len(replies)} replies; return one for each")
+            raise ValueError(f"grade returned {len(grades)} values for {len(replies)} replies; return one value each")
         for reply, value in zip(replies, grades, strict=True):
             if value is None:
                 continue
@@ -154,14 +154,14 @@ class ReplyReader:
             part = f"{GRADED}{reply.turn_id}/{reply.choice}"
             yield Example(part, None, "", reply.turn_id, reply.choice, grade=float(value), reply=reply)
 
-    def replies(self, experience: Experience) -> list[Reply]:
+    def find_replies(self, experience: Experience) -> list[Reply]:
         """Return the user's replies to the sampled answers of an experience, in their order."""
         branch, rewards = experience.branch, {reward.turn_id: reward.value for reward in experience.turn_rewards}
         if branch is None or experience.origin != "sampled":
             return []
         replies = []
         for span in branch.spans:
-            tokens = self.read(branch, span)
+            tokens = self.read_reply(branch, span)
             if tokens is None:
                 continue
             answer_ids = branch.token_ids[span.start : span.stop]
@@ -177,8 +177,9 @@ class ReplyReader:
             replies.append(reply)
         return replies
 
-    def read(self, branch: Branch, span: Span) -> ReplyTokens | None:
-        """Return the user's reply to the answer `span`, or None if no message of a user follows, or no answer to it."""
+    def read_reply(self, branch: Branch, span: Span) -> ReplyTokens | None:
+        """Return the user's reply to the answer `span`. None if no user message follows it, or no answer follows
+        that."""
         index = _index_of(branch, span) + 1
         if index == len(branch.spans):
             return None
@@ -192,13 +193,13 @@ class ReplyReader:
         prompt, reply = ids[: span.start - opening], ids[span.stop + closing : following.start]
         return ReplyTokens(tuple(prompt), tuple(reply), text, following) if prompt else None
 
-    def earlier(self, branch: Branch, span: Span) -> tuple[Span, ...]:
+    def earlier_answers(self, branch: Branch, span: Span) -> tuple[Span, ...]:
         """Return the spans of the model's answers (at most `earlier_max`) between the user's previous message and the
         answer `span`, in order. The user's reply to `span` may be about one of them.
         """
         spans: list[Span] = []
         for earlier in reversed(branch.spans[: _index_of(branch, span)]):
-            if len(spans) == self._earlier_max or self.read(branch, earlier) is not None:
+            if len(spans) == self._earlier_max or self.read_reply(branch, earlier) is not None:
                 break
             spans.append(earlier)
         return tuple(reversed(spans))
@@ -232,7 +233,8 @@ class ReplyReader:
         return (opening, closing, self._user.content_of(message)) if is_single else None
 
     def _is_single_message(self, message: tuple[int, ...]) -> bool:
-        """Return whether the tokens are a single user message: their control tokens are those of one."""
+        """Return whether the tokens are a single user message, by comparing their control tokens with a rendered
+        one."""
         form = self._tokenizer.encode(f"{self._user.before}x{self._user.after}", add_special_tokens=False).ids
         return [token for token in message if token in self._controls] == [
             token for token in form if token in self._controls
@@ -256,5 +258,5 @@ class ReplyReader:
 
 
 def _index_of(branch: Branch, span: Span) -> int:
-    """Return the position of a span of the branch. Spans lie in order, so the search takes logarithmic time."""
+    """Return the index of `span` among the spans of the branch, by binary search."""
     return bisect_left(branch.spans, span.start, key=lambda other: other.start)

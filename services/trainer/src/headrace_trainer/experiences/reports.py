@@ -21,7 +21,7 @@ Offsets = dict[str, dict[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class TrainedExperience:
-    """Record of the training of one example by one step.
+    """Record of one example in a batch: its advantage, and after the step, its contribution to the weights.
 
     `baseline` and `scale` are those of the first training of the branch, or of the answer with a graded reply.
     """
@@ -68,7 +68,7 @@ class TrainedExperience:
         )
 
 
-def by_experience(records: Iterable[TrainedExperience]) -> dict[str, list[TrainedExperience]]:
+def group_by_experience(records: Iterable[TrainedExperience]) -> dict[str, list[TrainedExperience]]:
     """Group records by the id of their experience, in their order."""
     groups: dict[str, list[TrainedExperience]] = {}
     for record in records:
@@ -77,7 +77,7 @@ def by_experience(records: Iterable[TrainedExperience]) -> dict[str, list[Traine
 
 
 class SaveReport(NamedTuple):
-    """Published part of a save: outcomes, reversals and batches since the previous save."""
+    """The part of a save that is published on the bus: outcomes, reversals and batches since the previous save."""
 
     outcomes: tuple[TrainingOutcome, ...] = ()
     undone: tuple[RevertedOutcome, ...] = ()
@@ -86,7 +86,7 @@ class SaveReport(NamedTuple):
     read: tuple[PartitionRead, ...] = ()
 
 
-class Unreported(Model):
+class UnreportedOutcomes(Model):
     """Outcomes that did not fit into the last report and are in the next one."""
 
     outcomes: tuple[TrainingOutcome, ...] = ()
@@ -102,9 +102,11 @@ def training_outcome(
     records: Sequence[TrainedExperience],
     rules: CorrectionRules,
 ) -> TrainingOutcome:
-    """Build the outcome of a revision.
+    """Build the event item with the training outcome of one revision of an experience.
 
     Args:
+        experience: the revision.
+        detail: detail of `dropped`.
         dropped: reason why it was dropped, or None if it was trained.
         left_out: its turns whose answers lack logprobs that training needs.
         records: its examples as a step trained them; empty if it was dropped.

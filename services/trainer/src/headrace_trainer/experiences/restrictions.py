@@ -49,7 +49,7 @@ class SpanShift:
 
 @dataclass(frozen=True, eq=False)
 class TokenSets:
-    """Sets of tokens that some positions of a sequence were sampled from. All other positions allow every token."""
+    """Sets of allowed tokens, for the positions of a sequence that were sampled from a part of the vocabulary."""
 
     positions_P: NDArray[np.int32]
     """Ascending."""
@@ -71,7 +71,10 @@ class TokenSets:
         return cls(_join(positions), joined, shifts) if joined or shifts else None
 
     def between(self, start: int, stop: int) -> TokenSets | None:
-        """Return the sets and shifts of the positions from `start` up to `stop`, at the same positions."""
+        """Return the sets and shifts of the positions from `start` up to `stop`, or None if there are none.
+
+        The positions still count from the beginning of the sequence.
+        """
         first, last = np.searchsorted(self.positions_P, (start, stop))
         shifts = tuple(each for each in self.shifts if start <= each.start and each.stop <= stop)
         return (
@@ -79,7 +82,7 @@ class TokenSets:
         )
 
     def digest(self) -> bytes:
-        """Return a SHA-256 of the token set of each position, and of the logit shifts of each span."""
+        """Return the SHA-256 of the token sets of all positions and the logit shifts of all spans."""
         digest = hashlib.sha256(self.positions_P.astype("<i4").tobytes())
         digest_of: dict[int, bytes] = {}
         for each in self.sets:
@@ -96,7 +99,7 @@ def _join(positions: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
 
 
 def set_of_ids(ids: Sequence[int], vocabulary: int) -> TokenSet:
-    """Return a set of token ids in the form that needs less memory: sorted ids, or a bit for each id there is."""
+    """Return a set of token ids in the form that needs less memory: ascending ids, or one bit per vocabulary entry."""
     array = np.array(sorted(ids), np.int32)
     if len(array) * 32 <= vocabulary:
         return array
@@ -136,10 +139,10 @@ _SPECIAL_TOKEN = re.compile(r"<\[[^\]\n]{0,64}\]>")
 """A special token in a grammar. A trial has none, so it gets text instead."""
 
 
-class SetsUnknown(HeadraceError):
-    """The sets of tokens that a branch was sampled from cannot be computed.
+class TokenSetsError(HeadraceError):
+    """Error: the sets of tokens that a branch was sampled from cannot be computed.
 
-    The message is the detail of the outcome.
+    Its message is a short reason, which becomes `TrainingOutcome.detail`.
     """
 
 
@@ -153,7 +156,7 @@ class _SpanSets:
 
 
 class SetBuilder:
-    """Builder of the token sets of branches, for one base model. Thread-safe. The first grammar opens the tokenizer."""
+    """Thread-safe builder of the token sets of branches, for one base model. It opens the tokenizer when needed."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
         """Create a builder.
@@ -165,7 +168,7 @@ class SetBuilder:
         self._folder = folder
         self._vocabulary = vocabulary
         self._lock = threading.RLock()
-        self._spans: OrderedDict[bytes, _SpanSets | SetsUnknown] = OrderedDict()
+        self._spans: OrderedDict[bytes, _SpanSets | TokenSetsError] = OrderedDict()
         self._bytes = 0
         self._guides: OrderedDict[str, Any] = OrderedDict()
         self._large: OrderedDict[bytes, TokenSet] = OrderedDict()
@@ -173,29 +176,29 @@ class SetBuilder:
         self._trial: Any = None
 
     def build(self, branch: Branch) -> TokenSets | None:
-        """Return which tokens could be sampled at each position of a branch, and how its requests changed the logits.
+        """Return the tokens that could be sampled at each position of a branch, with the penalties and biases.
 
-        May take seconds.
+        It may take seconds.
 
         Returns:
             The sets of tokens that a grammar or a truncation left, and the penalties and biases, of all sampled spans;
             None if the model's own distribution was sampled everywhere.
 
         Raises:
-            SetsUnknown: a grammar, a tokenizer or the stored sets do not fit.
+            TokenSetsError: a grammar, a tokenizer or the stored sets contradict the branch.
         """
         restricted = [span for span in branch.spans if span.restricted]
         if not restricted:
             return None
         shifts = [SpanShift(span.start, span.stop, span.logit_shift) for span in restricted if span.logit_shift]
         if any(token >= self._vocabulary for each in shifts for token in each.shift.logit_bias):
-            raise SetsUnknown("vocabulary")
+            raise TokenSetsError("vocabulary")
         with_sets = [span for span in restricted if span.grammar is not None or span.stored_sets is not None]
         with self._lock:
             built = [(span.start, self._recall(branch, span)) for span in with_sets]
         large = {key: size for _, each in built for key, size in each.large.items()}
         if sum(large.values()) + sum(each.small_bytes for _, each in built) > BRANCH_BYTES_MAX:
-            raise SetsUnknown("sets_size")
+            raise TokenSetsError("sets_size")
         return TokenSets.join(((start, each.sets) for start, each in built), shifts)
 
     def problem(self, branch: Branch) -> str | None:
@@ -204,7 +207,7 @@ class SetBuilder:
         """
         try:
             self.build(branch)
-        except SetsUnknown as error:
+        except TokenSetsError as error:
             return str(error)
         return None
 
@@ -217,16 +220,16 @@ class SetBuilder:
         if sets is None:
             try:
                 sets = self._from_stored(span, token_ids) if grammar is None else self._from_grammar(grammar, token_ids)
-            except SetsUnknown as error:
+            except TokenSetsError as error:
                 if str(error) == "tokenizer":  # its files may be there next time
                     raise
                 sets = error
             self._remember(key, sets)
-        if isinstance(sets, SetsUnknown):
+        if isinstance(sets, TokenSetsError):
             raise sets
         return sets
 
-    def _remember(self, key: bytes, sets: _SpanSets | SetsUnknown) -> None:
+    def _remember(self, key: bytes, sets: _SpanSets | TokenSetsError) -> None:
         self._spans[key] = sets
         self._bytes += _size(sets)
         while self._bytes > _CACHE_BYTES_MAX and len(self._spans) > 1:
@@ -238,10 +241,10 @@ class SetBuilder:
         try:
             check_sets(stored, token_ids)
         except ValueError:
-            raise SetsUnknown("stored_sets") from None
+            raise TokenSetsError("stored_sets") from None
         sets = list(iterate_sets(stored))
         if max(map(max, sets)) >= self._vocabulary:
-            raise SetsUnknown("vocabulary")
+            raise TokenSetsError("vocabulary")
         return self._share(enumerate(set_of_ids(ids, self._vocabulary) for ids in sets))
 
     def _from_grammar(self, grammar: TokenGrammar, token_ids: Sequence[int]) -> _SpanSets:
@@ -252,7 +255,7 @@ class SetBuilder:
                 liveness.progress()
                 words = guide.allowed()
                 if guide.error or token >= self._vocabulary or not allows(words, token):
-                    raise SetsUnknown("grammar")
+                    raise TokenSetsError("grammar")
                 allowed = set_of_bits(words, self._vocabulary)
                 if allowed is not None:
                     yield position, allowed
@@ -261,9 +264,9 @@ class SetBuilder:
         return self._share(restrictions())
 
     def _share(self, restrictions: Iterable[tuple[int, TokenSet]]) -> _SpanSets:
-        """Return the token sets of a span. Equal large sets share one array, also with other spans.
+        """Return the token sets of a span, in which equal large sets share one array, also with those of other spans.
 
-        Neither the result nor the size that is counted for it depends on other spans.
+        The counted size does not depend on this sharing with other spans.
         """
         positions: list[int] = []
         sets: list[TokenSet] = []
@@ -278,7 +281,7 @@ class SetBuilder:
             else:
                 small_bytes += each.nbytes
             if large_bytes + small_bytes > BRANCH_BYTES_MAX:
-                raise SetsUnknown("sets_size")
+                raise TokenSetsError("sets_size")
             positions.append(position)
             sets.append(each)
         return _SpanSets(TokenSets(np.array(positions, np.int32), tuple(sets)), large, small_bytes)
@@ -299,16 +302,16 @@ class SetBuilder:
             self._guides.move_to_end(grammar.digest)
             return guide
         if (grammar.library, grammar.library_version) != (vocabulary.LIBRARY, vocabulary.library_version()):
-            raise SetsUnknown("grammar_library")
+            raise TokenSetsError("grammar_library")
         if grammar.vocabulary != self._vocabulary:
-            raise SetsUnknown("vocabulary")
+            raise TokenSetsError("vocabulary")
         library = self._open_library(grammar.end_id)
         if grammar.tokenizer_sha256 != library.digest:
-            raise SetsUnknown("tokenizer")
+            raise TokenSetsError("tokenizer")
         self._try(grammar.text)
         matcher = match_grammar(library.words, grammar.text)
         if matcher.is_error():
-            raise SetsUnknown("grammar")
+            raise TokenSetsError("grammar")
         guide = GrammarGuide(matcher, library.words.vocab_size, grammar.end_id, frozenset(grammar.stop_ids))
         self._guides[grammar.digest] = guide
         while len(self._guides) > _GRAMMARS_MAX:
@@ -316,14 +319,18 @@ class SetBuilder:
         return guide
 
     def _try(self, text: str) -> None:
-        """Compile a grammar in a separate process first, because experiences may come from any producer."""
+        """Compile the grammar `text` in a separate process, because an untrusted one may crash or hang the compiler.
+
+        Raises:
+            TokenSetsError: the compilation fails or takes too long.
+        """
         from headrace_runtime.grammars.trial import GrammarTrial, TrialFailed
 
         self._trial = self._trial or GrammarTrial()
         try:
             self._trial.run(_SPECIAL_TOKEN.sub('"x"', text), _TRIAL_TIMEOUT_S)
         except TrialFailed:
-            raise SetsUnknown("grammar") from None
+            raise TokenSetsError("grammar") from None
 
     def _open_library(self, end_id: int) -> Any:
         """Open the tokenizer of the base model for the grammar library, with the same vocabulary as replicas use."""
@@ -336,11 +343,11 @@ class SetBuilder:
                 outer: Any = AutoTokenizer.from_pretrained(self._folder, local_files_only=True, trust_remote_code=False)
                 self._library = vocabulary.library_vocabulary(outer.backend_tokenizer, self._vocabulary, end_id)
             except (OSError, ValueError, KeyError, AttributeError, HeadraceError):
-                raise SetsUnknown("tokenizer") from None
+                raise TokenSetsError("tokenizer") from None
         return self._library
 
 
-def _size(sets: _SpanSets | SetsUnknown) -> int:
+def _size(sets: _SpanSets | TokenSetsError) -> int:
     """Return the approximate memory of an entry of the cache."""
-    arrays = 0 if isinstance(sets, SetsUnknown) else sets.small_bytes + sum(sets.large.values())
+    arrays = 0 if isinstance(sets, TokenSetsError) else sets.small_bytes + sum(sets.large.values())
     return _ENTRY_BYTES + arrays

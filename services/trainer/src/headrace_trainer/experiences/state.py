@@ -29,8 +29,8 @@ from headrace_trainer.experiences.admission import (
 )
 from headrace_trainer.experiences.examples import Example, PendingUpdate
 from headrace_trainer.experiences.history import History
-from headrace_trainer.experiences.queue import KnownUpdates, WaitingQueue
-from headrace_trainer.experiences.reports import Offsets, SaveReport, TrainedExperience, Unreported
+from headrace_trainer.experiences.queue import CachedUpdates, WaitingQueue
+from headrace_trainer.experiences.reports import Offsets, SaveReport, TrainedExperience, UnreportedOutcomes
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import AGE_MAX, Contribution, Entry, Window
 from headrace_trainer.metrics import DROPPED, DUPLICATES, TRAINED, UNDONE
@@ -65,7 +65,7 @@ class LineageState:
         self.baselines = baselines or Baselines()
         self.window = window or Window()
         self.queue = WaitingQueue(memory, waiting)
-        self._updates: dict[str, KnownUpdates] = {}
+        self._updates: dict[str, CachedUpdates] = {}
         self.offsets = offsets or {}
         self.promoted = promoted or (history.head,)
         """The champion and the previous champion; at first the version that the lineage started from."""
@@ -102,7 +102,11 @@ class LineageState:
         """Set the next offset to read of a partition, after the record at `offset` was handled.
 
         Args:
-            reported: whether the record's place in the order of reading is reported, because batches depend on it.
+            topic: topic of the record.
+            partition: partition of the record.
+            offset: offset of the record.
+            reported: whether training reports contain the record's position in the order of reading. They do for
+                experiences, because batches depend on this order.
         """
         self.offsets.setdefault(topic, {})[partition] = offset + 1
         if not reported:
@@ -115,7 +119,7 @@ class LineageState:
         """Decide about an experience that arrived at `position` (partition and offset), and record the decision."""
         name = experience.experience_id
         entry = self.window.get(name)
-        decision = decide(self.bounded(experience), entry, self.history, self.steps, self.limits)
+        decision = decide(self.winsorise_rewards(experience), entry, self.history, self.steps, self.limits)
         if decision.action == "ignore":
             DUPLICATES.inc()
             return decision
@@ -140,7 +144,10 @@ class LineageState:
         return decision
 
     def is_correction(self, item: WaitingExperience) -> bool:
-        """Return whether the experience was trained before, and the advantages of all its updates are known."""
+        """Return whether the experience was trained before and the advantages of all its pending updates are known, so
+        that
+        it needs no group.
+        """
         entry = self.window.get(item.experience.experience_id)
         if entry is None or not entry.trained or self.limits.signals.rewards_alone:
             return entry is not None and entry.trained
@@ -150,48 +157,50 @@ class LineageState:
     def pending_updates(self, item: WaitingExperience) -> tuple[PendingUpdate, ...]:
         """Return the updates that the weights still lack for a waiting experience."""
         name = item.experience.experience_id
-        experience, entry = self.bounded(item.experience), self.window.get(name)
-        known = self._updates.get(name)
-        if known is not None and known.fits(experience, entry, self.history, self.steps):
-            return known.updates
+        experience, entry = self.winsorise_rewards(item.experience), self.window.get(name)
+        cached = self._updates.get(name)
+        if cached is not None and cached.is_valid_for(experience, entry, self.history, self.steps):
+            return cached.updates
         updates = pending_updates_of(experience, entry, self.history, self.steps, self.limits)
         if name in self.queue:
-            self._updates[name] = KnownUpdates(experience, entry, self.history, self.steps, updates)
+            self._updates[name] = CachedUpdates(experience, entry, self.history, self.steps, updates)
         return updates
 
-    def bounded(self, experience: Experience) -> Experience:
-        """Return the experience with its stray rewards winsorised, as it is trained.
+    def winsorise_rewards(self, experience: Experience) -> Experience:
+        """Return the experience with outliers among its rewards winsorised, as it is trained.
 
-        A reward beyond `reward_max` stays as it is, and the experience is dropped for it.
+        A reward beyond `reward_max` stays unchanged, so that the experience is dropped because of it.
         """
         if abs(experience.reward or 0.0) > self.limits.reward_max:
             return experience
         return self.baselines.ranges.winsorise(experience, self.limits.ranges)
 
     def open_answers(self, item: WaitingExperience) -> tuple[Example, ...]:
-        """Return the answers of a waiting experience that still need their counterpart.
+        """Return the answers of a waiting experience that can only be trained together with their counterpart.
 
-        Answers trained before need none.
+        Answers that were trained before need no counterpart.
         """
         return tuple(update.example for update in self.pending_updates(item) if update.is_new and update.example.pair)
 
     def has_corrections(self, item: WaitingExperience) -> bool:
-        """Return whether the experience has an update that can be trained without the other half of a pair."""
+        """Return whether the experience has an update that can be trained without the counterpart of an answer."""
         return any(not (update.is_new and update.example.pair) for update in self.pending_updates(item))
 
     def go_back(self, version: str) -> dict[str, tuple[int, ...]]:
-        """Set the history back to `version`, as the weights were. Outcomes that those weights contain are restored.
+        """Reset the history to `version`, after the weights were reset to that version.
+
+        Revisions that the weights contain again are recorded as restored.
 
         Returns:
-            The experiences whose training is lost, each with the revisions that are undone.
+            The experiences whose training the weights no longer contain: the lost revisions by experience id.
         """
-        before, after = self.history, self.history.rewound(version, self.steps)
+        before, after = self.history, self.history.rewind(version, self.steps)
         lost: dict[str, tuple[int, ...]] = {}
         for name in self.window:
             entry = self.window.get(name)
             if entry is None or not entry.trained:
                 continue
-            had, has = entry.held_revisions(before, self.steps), entry.held_revisions(after, self.steps)
+            had, has = entry.revisions_in_weights(before, self.steps), entry.revisions_in_weights(after, self.steps)
             if had - has:
                 lost[name] = tuple(sorted(had - has))
             for revision in sorted(has - had):
@@ -206,7 +215,14 @@ class LineageState:
         self.restored.append(RestoredOutcome(experience_id=name, revision=revision))
 
     def bus_positions(self, names: Iterable[str]) -> dict[tuple[int, int], str]:
-        """Return the bus positions of the experiences that can be trained again, up to the room in the queue."""
+        """Return where on the bus to read the experiences again that can be trained again.
+
+        Args:
+            names: ids of the experiences.
+
+        Returns:
+            The experience ids by partition and offset, at most as many as the queue can still admit.
+        """
         positions: dict[tuple[int, int], str] = {}
         for name in names:
             entry = self.window.get(name)
@@ -218,8 +234,7 @@ class LineageState:
         return positions
 
     def undo(self, lost: Mapping[str, Sequence[int]], experiences: Mapping[str, Experience], now: datetime) -> None:
-        """Record which trainings were lost when `go_back` restored an earlier version, and queue those experiences
-        again.
+        """Record which revisions the weights lost when `go_back` reset them, and queue those experiences again.
 
         An experience is queued with its newest revision, unless that is too old by now, the queue has no room, or more
         than one step has already trained it.
@@ -234,15 +249,17 @@ class LineageState:
             assert entry is not None, "nothing is evicted between two saves"
             again = None
             if experience is not None and experience.revision == entry.revisions[-1] and self.room:
-                reason = find_objection(self.bounded(experience), entry, self.history, self.steps, self.limits)
+                reason = find_objection(
+                    self.winsorise_rewards(experience), entry, self.history, self.steps, self.limits
+                )
                 attempts = len({past.step for past in entry.contributions if past.revision == experience.revision})
                 # Queued once only: a version that was trained on the same experiences may be refused for the same
                 # reason.
                 if reason is None and name not in self.queue and attempts <= 1:
                     again = experience.revision
             if again is not None and experience is not None:
-                self.put_again(experience, now)
-            self.note_undone(name, revisions, again)
+                self.requeue(experience, now)
+            self.record_reversal(name, revisions, again)
 
     def exclude(self, version: str, *, ends: bool = False) -> None:
         """Exclude the answers of `version` from training, or include them again with `ends`."""
@@ -251,12 +268,13 @@ class LineageState:
     def is_waiting(self, name: str) -> bool:
         return name in self.queue
 
-    def put_again(self, experience: Experience, now: datetime) -> None:
+    def requeue(self, experience: Experience, now: datetime) -> None:
         """Queue an experience that was read again from the bus."""
         self.queue.put(WaitingExperience(experience=experience, since_ms=epoch_ms(now)))
 
-    def note_undone(self, name: str, revisions: Sequence[int], again: int | None = None) -> None:
-        """Note that the outcomes of these revisions no longer hold. Revision `again`, if any, is queued once more."""
+    def record_reversal(self, name: str, revisions: Sequence[int], again: int | None = None) -> None:
+        """Record that the outcomes of these revisions no longer hold. Revision `again`, if not None, is queued
+        again."""
         for revision in sorted({*revisions, *(() if again is None else (again,))}):
             UNDONE.labels(str(revision == again).lower()).inc()
             self.undone.append(RevertedOutcome(experience_id=name, revision=revision, queued=revision == again))
@@ -272,15 +290,15 @@ class LineageState:
         self.left_out = [*self.left_out, item.experience.experience_id][-LISTED_MAX:]
 
     def sweep(self) -> None:
-        """Drop waiting experiences that are too old by now, or that would not change the weights any more."""
+        """Drop waiting experiences that have become too stale, or that would no longer change the weights."""
         for item in self.waiting:
             entry = self.window.get(item.experience.experience_id)
-            cause = find_expiry(self.bounded(item.experience), entry, self.history, self.steps, self.limits)
+            cause = find_expiry(self.winsorise_rewards(item.experience), entry, self.history, self.steps, self.limits)
             if cause is not None:
                 self.drop(item, cause.reason, cause.detail)
 
     def record_batch(self, digest: str, experiences: int) -> None:
-        """Record a batch, so that a replay can build it again. Call it after `record_step` if there was a step."""
+        """Record the digest of a batch, which a replay compares with its own. Call it after `record_step`, if any."""
         read, left_out = tuple(self.read), tuple(self.left_out)
         batch = BatchRecord(step=self.steps, experiences=experiences, digest=digest, read=read, left_out=left_out)
         self.batches.append(batch)
@@ -305,7 +323,7 @@ class LineageState:
         return reported
 
     def put_back(self, reported: SaveReport) -> None:
-        """Return a report to the front of the queue of outcomes, because its save failed."""
+        """Put the items of a report back in front of the items to report, because its save failed."""
         for items, earlier in zip(self._reported, reported, strict=True):
             items[:0] = earlier
 
@@ -342,16 +360,16 @@ class LineageState:
             if not record.example.part and (record.reestimated or all(earlier.part for earlier in entry.contributions)):
                 update |= {"baseline": record.baseline, "scale": record.scale, "turn_terms": record.turn_terms}
             self.window.put(experience.experience_id, entry.model_copy(update=update))
-        for name, records in reports.by_experience(trained).items():
+        for name, records in reports.group_by_experience(trained).items():
             experience = records[-1].waiting.experience
             self._remove(name)
-            if self.history.first_excluded(versions_of(experience, self.limits.rules)) is not None:
+            if self.history.find_excluded(versions_of(experience, self.limits.rules)) is not None:
                 self._record(experience, EXCLUDED.reason, EXCLUDED.detail)
             else:
                 self._record(experience, None, records=records)
 
     def snapshot(self) -> dict[str, object]:
-        """Return the fields of `Saved` that this state determines, as a copy that later calls do not change."""
+        """Return a copy of this state as fields of `SavedState`, which later calls do not change."""
         return {
             "offsets": {topic: dict(offsets) for topic, offsets in self.offsets.items()},
             "waiting": self.waiting,
@@ -361,16 +379,16 @@ class LineageState:
             "baselines": self.baselines,
             "steps": self.steps,
             "left_out": tuple(self.left_out),
-            "unreported": Unreported(outcomes=self.outcomes, undone=self.undone, restored=self.restored),
+            "unreported": UnreportedOutcomes(outcomes=self.outcomes, undone=self.undone, restored=self.restored),
         }
 
-    def forget(self, now: datetime) -> None:
+    def evict_old_entries(self, now: datetime) -> None:
         """Evict entries from the window, as far as its bounds require.
 
         Experiences that wait stay. Trained ones stay while they are fresh enough to be trained again, by the present
         weights or by those that the lineage may go back to.
         """
-        histories = [self.history, *(self.history.rewound(version, self.steps) for version in self.promoted)]
+        histories = [self.history, *(self.history.rewind(version, self.steps) for version in self.promoted)]
 
         def needed(name: str, entry: Entry) -> bool:
             # Written tokens are always fresh, so only count and age bound their entries.
@@ -387,7 +405,14 @@ class LineageState:
         detail: str | None = None,
         records: Sequence[TrainedExperience] = (),
     ) -> None:
-        """Record the outcome of a revision. `records` are its trained examples, of which edits need no logprobs."""
+        """Record the outcome of a revision of an experience.
+
+        Args:
+            experience: the revision.
+            dropped: reason why it was dropped, or None if it was trained.
+            detail: detail of that reason.
+            records: its examples as a step trained them.
+        """
         left_out = self.limits.left_out_turns(experience, {record.example.turn_id for record in records})
         outcome = reports.training_outcome(experience, dropped, detail, left_out, records, self.limits.rules)
         self.outcomes.append(outcome)

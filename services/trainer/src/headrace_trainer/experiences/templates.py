@@ -99,9 +99,9 @@ def _raise(message: str) -> NoReturn:
 
 
 class EditWriter:
-    """Tokenizer of edits, with the chat template of a model folder.
+    """Function object that tokenizes an edited answer, with the tokenizer and the chat template of a model folder.
 
-    It returns the tokens that the model would have sampled.
+    The result has the tokens that the model would have sampled for this answer.
 
     Raises:
         SettingError: the folder has no tokenizer or no chat template.
@@ -122,10 +122,10 @@ class EditWriter:
         self._cached = lru_cache(_CACHED_MAX)(self._write_answer)
 
     def __call__(self, message: Message) -> tuple[int, ...] | None:
-        """Return the tokens of an edited answer with its end token, or None if they cannot be written.
+        """Return the tokens of an edited answer with its end token, or None if the model cannot produce this answer.
 
-        The template may not end such an answer after the opening of one, or the answer may spell out a control token:
-        as text it would be another answer, and as a token it would end the turn or begin another one.
+        That is so if the chat template renders the answer differently than after its opening, or if the text of the
+        answer contains a control token.
         """
         return self._cached(message)
 
@@ -147,7 +147,7 @@ class EditWriter:
         return None if end is None else tuple(ids[: end + 1])
 
     def _stop_ids(self, folder: Path) -> frozenset[int]:
-        """Return every token that ends an answer: the tokenizer's, and those of the model's configuration."""
+        """Return the ids of all tokens that end an answer, according to the tokenizer and the model's configuration."""
         eos = self._tokenizer.token_to_id(self._names.get("eos_token", ""))
         stop_ids = set() if eos is None else {eos}
         for name in ("generation_config.json", "config.json"):

@@ -45,7 +45,7 @@ class BatchRules:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Result of `select`: the next batch in order of arrival (empty if it is not time), and experiences to drop."""
+    """Result of `select`: the next batch in order of arrival, empty if none is complete, and experiences to drop."""
 
     batch: tuple[WaitingExperience, ...] = ()
     singletons: tuple[WaitingExperience, ...] = ()
@@ -88,18 +88,18 @@ def select(
             rewards.
     """
     if not rules.group_size:
-        return Selection(batch=take_ready(waiting, run_of, rules, now, full))
+        return Selection(batch=form_batch(waiting, run_of, rules, now, full))
     complete, singletons, equal = _split_groups(waiting, rules, now, is_correction)
-    return Selection(take_ready(complete, _group_name, rules, now, full), tuple(singletons), tuple(equal))
+    return Selection(form_batch(complete, _group_name, rules, now, full), tuple(singletons), tuple(equal))
 
 
-def take_ready(
+def form_batch(
     ready: Sequence[WaitingExperience], unit: Callable[[Experience], str], rules: BatchRules, now: datetime, full: bool
 ) -> tuple[WaitingExperience, ...]:
     """Return the experiences of the next batch, empty if it is not complete yet.
 
-    These are the first `rules.experiences`, and the others of the last unit among them. A smaller batch is complete
-    once its first experience has waited for `rules.wait`, or at once if the queue is full.
+    A batch has the first `rules.experiences` experiences and the remaining members of the last one's unit. A smaller
+    batch is complete once its first experience has waited for `rules.wait`, or at once if the queue is full.
 
     Args:
         ready: experiences that may be trained, in order.
@@ -167,11 +167,10 @@ def match_answers(answers: Sequence[tuple[str, Example]]) -> dict[tuple[str, str
 
 @dataclass(frozen=True, slots=True)
 class Parties:
-    """Waiting experiences divided into parties: sets that must be trained in the same step, e.g. both sides of a
-    preference.
+    """Waiting experiences divided into parties: sets that must be trained in one step, e.g. both sides of a preference.
 
-    `ready` has the complete parties, corrections first; `party` the party of each experience; `unpaired` the
-    experiences whose partner did not come in time.
+    `ready` has the members of complete parties, corrections first; `party` the name of each experience's party;
+    `unpaired` the experiences whose counterpart did not arrive in time.
     """
 
     ready: tuple[WaitingExperience, ...]

@@ -29,7 +29,7 @@ REVISIONS_MAX = 64
 
 
 class ContributionDetail(Model):
-    """Part of an experience that a contribution trained: one answer, or a branch with an advantage for each span."""
+    """Description of a contribution to an answer, or to a branch that was trained with an advantage for each span."""
 
     part: str = ""
     """Name of the part within the experience; empty for its branch."""
@@ -45,7 +45,9 @@ class ContributionDetail(Model):
 
 
 class Contribution(Model):
-    """Contribution of one training step to the weights: revision, step and advantage. A correction adds another one."""
+    """Training of one example of an experience by one step: revision, step and advantage. Corrections add further
+    contributions.
+    """
 
     revision: int = -1
     """-1: unknown, because an earlier release trained it."""
@@ -70,9 +72,10 @@ class Contribution(Model):
 
 
 class Entry(Model):
-    """What the trainer remembers of one experience, so that later revisions of its reward can be corrected.
+    """Stored facts about an experience that was read: its revisions, sampling versions and contributions to the
+    weights.
 
-    `baseline` and `scale` convert its first and all later rewards to advantages.
+    `baseline` and `scale` convert its first and all later rewards to advantages, so that a correction can be computed.
     """
 
     revisions: tuple[int, ...]
@@ -93,20 +96,19 @@ class Entry(Model):
     def trained(self) -> bool:
         return bool(self.contributions)
 
-    def held_contributions(self, history: History, steps: int) -> Sequence[Contribution]:
-        """Return the contributions that the weights contain after `steps` steps.
+    def contributions_in_weights(self, history: History, steps: int) -> Sequence[Contribution]:
+        """Return the contributions that the present weights contain, without those of abandoned versions.
 
-        Contributions to versions that were abandoned are not among them.
+        Args:
+            history: tree of versions, whose head the weights descend from.
+            steps: number of steps that the lineage has taken.
         """
-        return [contribution for contribution in self.contributions if history.holds_step(contribution.step, steps)]
+        return [contribution for contribution in self.contributions if history.contains_step(contribution.step, steps)]
 
     def affects_weights(self, history: History, steps: int) -> bool:
-        """Return whether the experience affects the weights after `steps` steps.
-
-        It does if its contributions to these weights do not cancel out.
-        """
+        """Return whether the contributions of the experience to the weights after `steps` steps do not cancel out."""
         parts: dict[str, list[Contribution]] = {}
-        for contribution in self.held_contributions(history, steps):
+        for contribution in self.contributions_in_weights(history, steps):
             parts.setdefault(contribution.part, []).append(contribution)
         return any(
             math.fsum(contribution.advantage for contribution in contributions)
@@ -114,20 +116,20 @@ class Entry(Model):
             for contributions in parts.values()
         )
 
-    def held_revisions(self, history: History, steps: int) -> set[int]:
-        """Return the revisions of the experience whose training is contained in the weights of a version.
+    def revisions_in_weights(self, history: History, steps: int) -> set[int]:
+        """Return the revisions of the experience whose contributions the present weights contain.
 
         Args:
-            history: tree of versions that ends at these weights.
-            steps: number of steps that the weights contain.
+            history: tree of versions, whose head the weights descend from.
+            steps: number of steps that the lineage has taken.
         """
         newest = self.revisions[-1]
         return {
             newest if contribution.revision < 0 else contribution.revision
-            for contribution in self.held_contributions(history, steps)
+            for contribution in self.contributions_in_weights(history, steps)
         }
 
-    def seen(self, revision: int) -> bool:
+    def has_seen(self, revision: int) -> bool:
         return revision in self.revisions or (len(self.revisions) == REVISIONS_MAX and revision < self.revisions[0])
 
     def terms_of(self, part: str) -> tuple[float, float]:
@@ -143,7 +145,7 @@ class Entry(Model):
         return terms[-1] if terms else (self.baseline, self.scale)
 
     def advantage_of(self, reward: float | None, limit: float, part: str = "") -> float:
-        """Return the advantage of `reward` by the first training's baseline and scale; 0 when there is no reward.
+        """Return the advantage of `reward` with the first training's baseline and scale; 0 if `reward` is None.
 
         Args:
             reward: reward of the branch, or grade of the reply to an answer.
@@ -155,7 +157,7 @@ class Entry(Model):
 
 
 class Window:
-    """Dedupe window: entries by experience id, least recently touched first."""
+    """Entries of recently read experiences by their ids, the least recently updated first, for deduplication."""
 
     def __init__(self, entries: Mapping[str, Entry] | None = None) -> None:
         self._entries = dict(entries or {})
@@ -182,7 +184,7 @@ class Window:
         position: tuple[int, int] | None,
         now: datetime,
     ) -> None:
-        """Remember that a revision of an experience was read from the bus, so that a repeated one is recognized.
+        """Store that a revision of an experience was read from the bus, so that a repeated record is recognised.
 
         Args:
             versions: versions that sampled it.
@@ -199,9 +201,10 @@ class Window:
         self.put(experience_id, entry.model_copy(update=change))
 
     def evict(self, now: datetime, count: int, age: timedelta, needed: Callable[[str, Entry], bool]) -> int:
-        """Remove the oldest entries beyond `count` or `age`, except those that are `needed`.
+        """Remove the oldest entries beyond `count` or `age`, except those for which `needed` returns true.
 
-        Return the number removed.
+        Returns:
+            The number of removed entries.
         """
         horizon = epoch_ms(now - age)
         surplus = len(self._entries) - count

@@ -1,4 +1,4 @@
-"""Effects of the registry's decisions on the weights: the version to go back to, and excluded answers to unlearn."""
+"""Effects of the registry's decisions on the weights: resets to earlier versions, and reversals of excluded answers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from headrace_trainer.experiences.state import LineageState
 
 @dataclass(frozen=True, slots=True)
 class ControlPlan:
-    """Consequence of the registry's decision for the weights in training: keep them, or go back to an earlier
-    version.
-    """
+    """Effect of a decision of the registry on the weights in training: keep them, or reset them to another version."""
 
     promoted: tuple[str, ...]
     """The champion and the one before it."""
@@ -27,11 +25,11 @@ class ControlPlan:
 def plan_control(event: ModelEvent, history: History, promoted: tuple[str, ...]) -> ControlPlan:
     """Return the effect of a decision of the registry on the weights.
 
-    The weights stay on the champion's line. They leave it when a version that they descend from is refused (`rejected`,
-    `rolled_back`, `withdrawn`): then they go back to the champion. Versions that were published in between are children
-    of the refused version and are not built on, promoted or not. The weights also return to the champion's line when a
-    version becomes champion that they do not descend from, because the next experiences will come from it. Offsets,
-    dedupe window and account stay as they are: records that were read stay read.
+    The weights in training must descend from the champion. So if the registry refuses a version that they descend from
+    (`rejected`, `rolled_back`, `withdrawn`), they are reset to the champion, and versions that descend from the refused
+    one are abandoned, promoted or not. The weights are also reset if a version becomes champion that they do not
+    descend from, because the next experiences will come from it. Offsets, dedupe window and account do not change, so
+    no record is read again.
 
     Args:
         event: the decision.
@@ -47,10 +45,10 @@ def plan_control(event: ModelEvent, history: History, promoted: tuple[str, ...])
 
 
 def _plan_refusal(event: ModelEvent, history: History, promoted: tuple[str, ...]) -> ControlPlan:
-    """Return the effect of a refusal.
+    """Return the effect of the refusal of a version.
 
-    Champions that descend from the refused version are removed as well, unless the registry names one as the version
-    that serves.
+    Champions that descend from the refused version are refused as well, except the one that the event names as the
+    version that serves again.
     """
     refused = event.version
     serving = event.previous if event.previous in history else None
@@ -76,8 +74,8 @@ def find_excluded_contributions(state: LineageState, version: str) -> dict[str, 
     revisions_by_name: dict[str, tuple[int, ...]] = {}
     for name in state.window:
         entry = state.window.get(name)
-        if entry is not None and state.history.first_excluded(entry.versions) == version:
-            revisions = entry.held_revisions(state.history, state.steps)
+        if entry is not None and state.history.find_excluded(entry.versions) == version:
+            revisions = entry.revisions_in_weights(state.history, state.steps)
             if revisions and entry.affects_weights(state.history, state.steps):
                 revisions_by_name[name] = tuple(sorted(revisions))
     return revisions_by_name
@@ -104,17 +102,17 @@ def queue_reversals(
     for name, revisions in revisions_by_name.items():
         experience = experiences.get(name)
         if state.is_waiting(name):  # the waiting revision is a correction already and reverses just as much
-            state.note_undone(name, revisions)
-        elif experience is not None and _correctable(state, experience):
-            state.put_again(experience, now)
-            state.note_undone(name, revisions, again=experience.revision)
+            state.record_reversal(name, revisions)
+        elif experience is not None and _can_be_corrected(state, experience):
+            state.requeue(experience, now)
+            state.record_reversal(name, revisions, again=experience.revision)
         else:
             remaining += 1
     return remaining
 
 
-def _correctable(state: LineageState, experience: Experience) -> bool:
-    """Return whether the experience can be queued and is the newest revision that was read."""
+def _can_be_corrected(state: LineageState, experience: Experience) -> bool:
+    """Return whether the queue can admit the experience, it is fresh, and it is the newest revision that was read."""
     entry = state.window.get(experience.experience_id)
     if entry is None or experience.revision != entry.revisions[-1] or not state.room:
         return False

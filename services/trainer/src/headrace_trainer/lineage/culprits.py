@@ -44,7 +44,7 @@ def try_step(take: TakeStep, items: Sequence[WaitingExperience], batch: Batch) -
     """Take a step, with up to three tries.
 
     Raises:
-        StepFailed: every try failed. A gradient that is not finite is not tried again: it would come out the same.
+        StepFailed: every try failed. A step whose gradient is not finite is not repeated: the result would be equal.
         LearnerLost: memory did not suffice at any try.
         Exception: an error for which no experience is at fault, as `Learner.step` raises it.
     """
@@ -64,9 +64,9 @@ def try_step(take: TakeStep, items: Sequence[WaitingExperience], batch: Batch) -
 
 
 def is_other_cause(error: Exception) -> bool:
-    """Return whether an error of a step was not caused by an experience.
+    """Return whether a step failed for a cause other than its experiences, for example because memory ran out.
 
-    Memory is such a cause: an experience that was admitted fits into the memory that was free when the process began.
+    Memory does not depend on them: each admitted experience fits into the memory that was free at the start.
     """
     return isinstance(error, StepRefused | Abandoned | LearnerLost | OSError | MemoryError) or is_fatal(error)
 
@@ -80,19 +80,19 @@ class Trials:
     restore: Callable[[], None]
 
     def find_culprits(self, failure: StepFailed) -> list[Culprit]:
-        """Return the experiences without which the step succeeds, each with its error; empty when there are none.
+        """Return the experiences without which the step succeeds, each with its error; empty if there are none.
 
-        Halves of the batch are tried, then halves of those that fail. Where both halves succeed, each experience is
-        left out once, except where the gradient is not finite, because that may come from the sum of all.
+        The search tries both halves of the batch, then the halves of a failing half. If both halves succeed, it leaves
+        out each experience once, unless the gradient is not finite, which the sum of all experiences may cause.
         """
         return self._search(failure.items, failure.cause)
 
     def is_learner_sound(self, trained_batch: Batch | None) -> bool:
-        """Return whether the learner can still take a step, on a batch that it has trained before or else on a
-        harmless one."""
-        return self._step_error(trained_batch or _harmless()) is None
+        """Return whether the learner can still take a step on `trained_batch`, or if that is None, on a minimal
+        batch."""
+        return self._step_error(trained_batch or _harmless_batch()) is None
 
-    def passes(self, items: Sequence[WaitingExperience]) -> bool:
+    def succeeds(self, items: Sequence[WaitingExperience]) -> bool:
         """Return whether a step on `items` succeeds."""
         return self._try_items(items) is True
 
@@ -108,14 +108,16 @@ class Trials:
         if culprits or len(items) > _LEAVE_ONE_OUT_MAX or isinstance(error, NotFinite):
             return culprits
         for index, item in enumerate(items):
-            if self.passes([*items[:index], *items[index + 1 :]]):
+            if self.succeeds([*items[:index], *items[index + 1 :]]):
                 return [(item, error)]
         return []
 
     def _try_items(self, items: Sequence[WaitingExperience]) -> bool | Exception:
-        """Take a trial step on `items`. Return True when it succeeds, or its error.
+        """Take a trial step on `items`.
 
-        False: such a step is impossible, because for example an answer of a comparison has no counterpart.
+        Returns:
+            True if it succeeds; the error if it fails; False if there can be no such step, for example because an
+                answer of a comparison has no counterpart.
         """
         try:
             batch = self.prepare(items).batch
@@ -147,7 +149,7 @@ def open_trials(
     prepare: Callable[[Sequence[WaitingExperience]], PreparedBatch],
     stop: threading.Event,
 ) -> Iterator[Trials]:
-    """Context with trial steps that start from the present weights.
+    """Open a context for trial steps, each of which starts from the present weights, optimizer and random state.
 
     The caller must not hold another copy of the learner.
     """
@@ -164,7 +166,7 @@ def _restore(learner: Learner, copy: Copy, store: LineageStore) -> None:
         learner.restore(folder, with_random=True)
 
 
-def _harmless() -> Batch:
+def _harmless_batch() -> Batch:
     """Return a batch with one short row that every model can train."""
     tokens, mask = np.zeros(3, np.int32), np.array([False, True, True])
     behaviour, unit_weights = np.where(mask, -1.0, 0.0).astype(np.float32), np.ones(3, np.float32)
@@ -172,10 +174,10 @@ def _harmless() -> Batch:
 
 
 def apply_result(prepared: PreparedBatch, result: StepResult, *, has_teacher: bool = False) -> list[TrainedExperience]:
-    """Return a record of each example that a step trained, with the advantage that it was trained with.
+    """Return a record of each example of a batch, with the advantage that the step used for it.
 
-    When its reward is revised later, a correction trains the difference to this advantage. An example that the loss
-    left out is recorded as trained with advantage 0. Where a critic computed the advantage, that one is recorded.
+    If its reward is revised later, a correction trains the difference to this advantage. An example that the loss left
+    out has the advantage 0. An advantage that a critic computed replaces the one of the batch.
 
     Args:
         prepared: plan of the step.

@@ -39,7 +39,7 @@ class TrainingStopped(HeadraceError):
 
 
 class Stop(Model):
-    """Reason why training has stopped. `value` is that of the last step, None when it was not finite."""
+    """Reason why training has stopped: a measure with its `value` in the last step, None if that was not finite."""
 
     measure: str
     value: Finite | None
@@ -63,7 +63,7 @@ class Stop(Model):
 
 
 class Health(Model):
-    """Health of the training: measures of the last steps.
+    """Counts of recent steps beyond the limits of `[trainer.health]`, and the stop that they caused.
 
     They are saved with the weights, so a crash loses none of them.
     """
@@ -79,7 +79,7 @@ class Health(Model):
         """Return the health after one more step with these measures."""
         norm = measured.get("gradient_norm", 0.0)
         values = {**measured, **self._spike(norm)}
-        beyond = {name: _beyond(name, values[name], limits) for name in _MEASURES if name in values}
+        beyond = {name: _exceeds_limit(name, values[name], limits) for name in _MEASURES if name in values}
         streaks = {name: count for name, count in self.streaks.items() if name not in beyond}
         streaks |= {name: self.streaks.get(name, 0) + 1 for name, is_beyond in beyond.items() if is_beyond}
         over = [name for name in beyond if streaks.get(name, 0) >= limits.patience_steps]
@@ -94,26 +94,35 @@ class Health(Model):
         )
 
     def with_refusal(self, measure: str, value: float, why: str) -> Health:
-        """Return the health after a step that was refused before it was taken."""
+        """Return the health with a stop, because the algorithm refused a step.
+
+        Args:
+            measure: name of the measure that decided.
+            value: its value.
+            why: the whole reason.
+        """
         finite = value if math.isfinite(value) else None
         return self.model_copy(update={"stopped": Stop(measure=measure, value=finite, limit=0.0, steps=0, why=why)})
 
     def after_rewind(self) -> Health:
-        """Return the health after the weights went back to another version, so that earlier measures no longer
-        count."""
+        """Return the health after the weights were reset to another version: earlier measures no longer count."""
         return self.model_copy(update={"streaks": {}, "doubtful": False})
 
     def after_resume(self) -> Health:
-        """Return the health after an operator resumed training. The usual gradient norms are measured again."""
+        """Return the health after an operator resumed training: without streaks, stop and earlier gradient norms."""
         return Health()
 
     def with_limits(self, limits: HealthSettings) -> Health:
-        """Return the health under the limits of this start: a stop that the present limits allow is removed."""
+        """Return the health after a restart with `limits`: without the stop if its value is within the new limits."""
         stop = self.stopped
         if stop is not None and stop.why:
             return self
         value = None if stop is None else math.inf if stop.value is None else stop.value
-        return self if stop is None or value is None or _beyond(stop.measure, value, limits) else self.after_resume()
+        return (
+            self
+            if stop is None or value is None or _exceeds_limit(stop.measure, value, limits)
+            else self.after_resume()
+        )
 
     def _spike(self, norm: float) -> dict[str, float]:
         if not math.isfinite(norm):
@@ -127,7 +136,7 @@ def _limit(measure: str, limits: HealthSettings) -> float:
     return float(getattr(limits, _MEASURES[measure]))
 
 
-def _beyond(measure: str, value: float, limits: HealthSettings) -> bool:
+def _exceeds_limit(measure: str, value: float, limits: HealthSettings) -> bool:
     limit = _limit(measure, limits)
     if limit == 0:
         return False

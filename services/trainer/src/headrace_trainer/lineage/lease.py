@@ -1,8 +1,8 @@
 """Acquires, renews and releases the ownership of a lineage.
 
-The owner gives signs of life. A process that waits for the lineage watches them by its own monotonic clock: an owner
-without a new sign for `lease_s` counts as dead. Clocks of other processes are not compared. A wrong judgement does no
-harm: a lineage that was taken over can be saved by its new owner only (`headrace_trainer.lineage.store`).
+The owner writes heartbeats. A process that waits for the lineage measures their age with its own monotonic clock: an
+owner without a new heartbeat for `lease_s` counts as dead. Clocks of two processes are never compared. A wrong decision
+does no harm: a lineage that was taken over can be saved by its new owner only (`headrace_trainer.lineage.store`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Retry(Protocol):
 
 
 class Lease:
-    """Lease by which one process owns a lineage. Call `acquire` once, then `keep` until the end, then `release`."""
+    """Lease by which one process owns a lineage. Call `acquire` once, then `renew` until the end, then `release`."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Lease:
             read_at_s = self._clock.monotonic_s()
             sign = await retry(self._store.read_owner_sign)
             silent = sign == seen and read_at_s - since_s >= self._lease_s
-            if (sign.free or silent or self._died(sign.owner)) and await retry(self._store.take_over):
+            if (sign.is_free or silent or self._died(sign.owner)) and await retry(self._store.take_over):
                 self._note_takeover(sign, silent=silent)
                 return
             if sign != seen:
@@ -69,11 +69,11 @@ class Lease:
             self._note_waiting(sign, since_s=began_s)
             await self._clock.sleep(min(_POLL_S_MAX, self._lease_s / _BEATS_PER_LEASE))
 
-    async def keep(self) -> NoReturn:
-        """Give signs of life until cancelled.
+    async def renew(self) -> NoReturn:
+        """Write heartbeats until cancelled.
 
-        The interval is in real time even if `Clock` is simulated, because other processes wait for the signs. A sign
-        that the store does not accept is no reason to stop: without the store no other process can take over either.
+        The interval is in real time even if `Clock` is simulated, because other processes wait for the heartbeats. If
+        the store does not accept a heartbeat, the next one follows: without the store no process can take over either.
 
         Raises:
             LineageTaken: another process has taken the lineage over.

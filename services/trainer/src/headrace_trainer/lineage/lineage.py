@@ -28,7 +28,7 @@ from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.learner import GRADIENT_FACTOR, Learner, LearnerLost, NotFinite, StepRefused
 from headrace_trainer.lineage import control, versions
 from headrace_trainer.lineage.culprits import StepFailed, apply_result, open_trials, try_step
-from headrace_trainer.lineage.saved import Saved
+from headrace_trainer.lineage.saved import SavedState
 from headrace_trainer.lineage.saving import LineageResources, LineageSnapshot, Save
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.metrics import NOT_FINITE, REWINDS
@@ -57,7 +57,7 @@ class Lineage:
         first: Manifest,
         learner: Learner,
         state: LineageState,
-        saved: Saved,
+        saved: SavedState,
     ) -> None:
         self._settings = settings
         self._clock = clock
@@ -92,18 +92,19 @@ class Lineage:
 
     @property
     def has_unpublished_steps(self) -> bool:
-        """Whether steps have changed the weights since the last version, and a version may be made of them."""
+        """Whether steps have changed the weights since the last version, and they are healthy enough to be
+        published."""
         return self.state.current is None and self._differs_from_head and not self.health.doubtful
 
     @property
     def save_bytes(self) -> int:
-        """Estimate of the next save's size in bytes: weights and optimizer, and the weights once more as a version."""
+        """Estimated size of the next save in bytes: weights, optimizer, and the weights again as a version."""
         return 2 * self.saved.present.weights.size + self.saved.present.optimizer.size
 
     def is_save_due(self, since_s: float) -> bool:
-        """Return whether the state must be saved, `since_s` seconds after the last save.
+        """Return whether to save now, `since_s` seconds after the last save.
 
-        That is so when a version is due, much is unsaved (`OUTCOMES_PER_SAVE`), or the save interval has passed.
+        A save is due if a version is due, `OUTCOMES_PER_SAVE` outcomes are unsaved, or the save interval has passed.
         """
         stepped, outcomes = self.state.steps != self._steps_saved, len(self.state.outcomes)
         if stepped and self.is_version_due:
@@ -132,8 +133,9 @@ class Lineage:
         """Return the batch to train now, empty if no batch is complete or training is stopped; see `Cutter.next`.
 
         Args:
-            recorded_size: in a replay, the size of the batch that the original cut after the record just read.
-            at_end: whether no more experiences will come.
+            recorded_size: in a replay, the size of the batch that the original training formed after the record that
+                was just read.
+            at_end: whether no more experiences will arrive.
         """
         if self.health.stopped is not None:
             return ()
@@ -147,8 +149,8 @@ class Lineage:
         """Train on a batch of `next_batch`.
 
         Returns:
-            The measurements. They are empty when the gradient was not finite and the batch was dropped as `invalid`,
-                and when the step was refused: then training stops, or the batch waits if a larger one may be allowed.
+            The step's measurements by name. They are empty if the gradient was not finite, so that the batch was
+                dropped as `invalid`, and if the algorithm refused the step, so that training stops or the batch waits.
 
         Raises:
             Abandoned: the process is ending. The state in memory must not be saved.
@@ -201,7 +203,7 @@ class Lineage:
         """Drop the experiences that made a step fail, and return the others."""
         not_finite = isinstance(failure.cause, NotFinite)
         with open_trials(self.learner, self._store, self._prepare_batch, stop) as trials:
-            if not not_finite and trials.passes(failure.items):
+            if not not_finite and trials.succeeds(failure.items):
                 return failure.items
             culprits = trials.find_culprits(failure)
             if not culprits and not not_finite:
@@ -235,13 +237,10 @@ class Lineage:
         self.state.leave_out(item, reason)
 
     def _without_recorded(self, items: Sequence[WaitingExperience]) -> Sequence[WaitingExperience]:
-        """Drop the experiences that the original of a replay dropped, even if they would not fail here.
-
-        Return the others.
-        """
+        """Drop the experiences that the original training of a replay left out, and return the others."""
         left_out = [item for item in items if item.experience.experience_id in self.recorded_left_out]
         for item in left_out:
-            self.state.leave_out(item, "the step of the original lineage failed with it")
+            self.state.leave_out(item, "the training step of the original lineage failed with this experience")
         return [item for item in items if item.experience.experience_id not in self.recorded_left_out]
 
     def _prepare(self, items: Sequence[WaitingExperience]) -> tuple[Sequence[WaitingExperience], PreparedBatch | None]:
@@ -262,9 +261,10 @@ class Lineage:
         return prepare(items, self.state, settings.advantage, self._decay, full_batch_rows, settings.loss)
 
     def _handle_refusal(self, refused: StepRefused, experiences: int) -> None:
-        """Handle a refused step: wait for more experiences if a larger batch may be allowed, otherwise stop training.
+        """Handle a step that the algorithm refused: wait for more experiences if a larger batch may be accepted,
+        otherwise stop training.
 
-        The batch waits only if it has grown since it waited last.
+        The batch waits only if it is larger than the batch that was refused before.
         """
         if refused.undecided and experiences > self._undecided:
             log.info(
@@ -287,7 +287,11 @@ class Lineage:
         return interval > 0 and self.state.steps % interval == 0
 
     def revert_to_last_version(self) -> dict[str, tuple[int, ...]]:
-        """Go back to the last version, without the steps that stopped training. Return the undone revisions."""
+        """Reset the weights to the last version, without the steps that stopped training.
+
+        Returns:
+            The lost revisions of each experience (`LineageState.go_back`). Pass them to `LineageState.undo`.
+        """
         return self._go_back(self.state.history.head)
 
     def resume(self) -> None:
@@ -295,10 +299,10 @@ class Lineage:
         self.health = self.health.after_resume()
 
     def control(self, event: ModelEvent) -> dict[str, tuple[int, ...]]:
-        """Follow a decision of the registry: go back to another version if `plan_control` requires it.
+        """Apply a decision of the registry: reset the weights to another version if `plan_control` requires it.
 
         Returns:
-            The undone revisions of each experience (`LineageState.go_back`). Pass them to `LineageState.undo`.
+            The lost revisions of each experience (`LineageState.go_back`). Pass them to `LineageState.undo`.
         """
         state = self.state
         course = control.plan_control(event, state.history, state.promoted)
@@ -320,21 +324,24 @@ class Lineage:
                 version=version,
                 remedy="raise memory.restore_points and memory.restore_points_bytes",
             )
-            versions.load(self._blobs, self._manifest(version), self.learner)
+            versions.load_weights(self._blobs, self._manifest(version), self.learner)
         self._tensors_moved, self._differs_from_head = True, False
         self.health = self.health.after_rewind()
         return self.state.go_back(version)
 
     def save(self, *, publish: bool) -> bool:
-        """Make everything durable, as a new version when `publish` and when the weights differ from their parent's.
+        """Make weights, optimizer and state durable.
 
-        Publish `saved.checkpoint` afterwards if there is a new version, and `saved.metrics` in any case.
+        The caller must send `saved.metrics` afterwards, and `saved.checkpoint` if there is a new version.
+
+        Args:
+            publish: whether to publish the weights as a new version, if they differ from their parent's.
 
         Returns:
             Whether there is a new version.
 
         Raises:
-            Exception: As `Save.write` does, with nothing changed.
+            Exception: an error of `Save.write`; the durable state is then unchanged.
         """
         save = self.begin_save(publish=publish)
         try:
@@ -345,14 +352,14 @@ class Lineage:
         return self.end_save(save)
 
     def begin_save(self, *, publish: bool) -> Save:
-        """Begin a save of the present state, after which steps may go on.
+        """Begin a save of the present state. Steps may continue before it is written.
 
         Call `Save.write` next, in any thread, and `end_save` before any other operation than a step.
         """
         state, moved = self.state, self._tensors_moved
         copy = self.learner.copy(self._first.version if publish else None) if moved or publish else None
         now = self._clock.now()
-        state.forget(now)
+        state.evict_old_entries(now)
         reported = state.take_report()
         snapshot = LineageSnapshot(
             time=now,
@@ -372,7 +379,7 @@ class Lineage:
         return save
 
     def end_save(self, save: Save) -> bool:
-        """Switch to the result of a save that is durable. Return whether there is a new version."""
+        """Apply the result of a durable save to this lineage. Return whether there is a new version."""
         assert save.result is not None, "it is written first"
         self.saved, self.state.history, new = save.result
         return new
@@ -390,7 +397,7 @@ class Lineage:
         """Raise `LearnerLost` if the learner has failed. Call it between steps to notice a failure early."""
         if (why := self.learner.failure) is not None:
             name = self._settings.lineage
-            raise LearnerLost(f"lineage {name} has lost its weights: {why}; a new start goes on from the last save")
+            raise LearnerLost(f"lineage {name} has lost its weights: {why}; a restart continues from the last save")
 
     def close(self) -> None:
         """Close the learner. No method may be called afterwards, except `close` again."""

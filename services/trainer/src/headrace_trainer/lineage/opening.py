@@ -20,7 +20,7 @@ from headrace_trainer.experiences.window import Window
 from headrace_trainer.learner import VERSION, Learner
 from headrace_trainer.lineage import versions
 from headrace_trainer.lineage.lineage import Lineage
-from headrace_trainer.lineage.saved import Saved, Tensors
+from headrace_trainer.lineage.saved import SavedState, Tensors
 from headrace_trainer.lineage.store import LineageStore, LineageTaken, replayed_versions
 from headrace_trainer.lineage.versions import share_weights
 from headrace_trainer.settings import TrainerSettings
@@ -29,10 +29,10 @@ log = get_logger(__name__)
 
 
 def check_start(settings: TrainerSettings, blobs: BlobStore) -> None:
-    """Check the start of a lineage before it is taken from its present owner.
+    """Check that `open_lineage` will accept the settings, before the lineage is taken over from its present owner.
 
     Raises:
-        SettingError: `open_lineage` would refuse the settings.
+        SettingError: the settings contradict the saved lineage or the base.
     """
     versions.check_base(Path(settings.base))
     blobs.check_exclusive()
@@ -40,7 +40,7 @@ def check_start(settings: TrainerSettings, blobs: BlobStore) -> None:
     if saved is not None:
         _check_settings(settings, saved)
         first = files.read_manifest(blobs, saved.versions[0].manifest)
-        versions.check_same(Path(settings.base), first, settings.lineage)
+        versions.check_same_base(Path(settings.base), first, settings.lineage)
 
 
 def open_lineage(
@@ -61,14 +61,16 @@ def open_lineage(
     if store is None:
         store = LineageStore(blobs, settings.lineage)
         if not store.take_over():
-            raise LineageTaken(f"lineage {settings.lineage} has just been taken over by another process")
+            raise LineageTaken(
+                f"lineage {settings.lineage}: another process has just taken it over; stop one of the two"
+            )
     saved = store.load()
     first = files.read_manifest(blobs, saved.versions[0].manifest) if saved else None
     if saved is not None and first is not None:
         _check_settings(settings, saved)
-        versions.check_same(base, first, settings.lineage)
+        versions.check_same_base(base, first, settings.lineage)
     # The folder is not read again: from here on the lineage's base is the files in the store, by their digests.
-    contents = first.files if first else versions.base_files(blobs, base)
+    contents = first.files if first else versions.store_base_files(blobs, base)
     with versions.open_files(blobs, contents) as folder:
         learner = BACKENDS.get(settings.backend).open(folder, settings)
     try:
@@ -94,7 +96,7 @@ def _begin_lineage(
     contents: tuple[File, ...],
     clock: Clock,
     learner: Learner,
-) -> tuple[Manifest, Saved]:
+) -> tuple[Manifest, SavedState]:
     name, lineage, now = settings.model, settings.lineage, clock.now()
     manifest, ref = versions.publish_base(blobs, contents, learner, name=name, lineage=lineage)
     copy = learner.copy(None)
@@ -105,7 +107,7 @@ def _begin_lineage(
         present = Tensors(weights=weights, optimizer=store.store_optimizer(folder), assembly=assembly)
     copy.drop()
     version = manifest.version
-    saved = Saved(
+    saved = SavedState(
         model=name,
         lineage=lineage,
         kind=learner.abilities.kind,
@@ -128,9 +130,9 @@ def _begin_lineage(
     return manifest, saved
 
 
-def _check_settings(settings: TrainerSettings, saved: Saved) -> None:
+def _check_settings(settings: TrainerSettings, saved: SavedState) -> None:
     if saved.model != settings.model:
-        raise SettingError("trainer.model", settings.model, f"lineage {saved.lineage} is of model {saved.model}")
+        raise SettingError("trainer.model", settings.model, f"lineage {saved.lineage} trains {saved.model}")
     if saved.offsets and settings.topic not in saved.offsets:
         raise SettingError(
             "trainer.topic",
@@ -147,7 +149,7 @@ def _check_settings(settings: TrainerSettings, saved: Saved) -> None:
 
 
 def _restore_state(
-    settings: TrainerSettings, learner: Learner, saved: Saved, replayed_versions: dict[str, int]
+    settings: TrainerSettings, learner: Learner, saved: SavedState, replayed_versions: dict[str, int]
 ) -> LineageState:
     abilities = learner.abilities
     context = abilities.context

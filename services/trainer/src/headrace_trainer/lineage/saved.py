@@ -13,7 +13,7 @@ from headrace_schemas.values.blobs import BlobRef
 from headrace_schemas.values.bounds import STORED
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.experiences.history import PublishedVersion
-from headrace_trainer.experiences.reports import Offsets, Unreported
+from headrace_trainer.experiences.reports import Offsets, UnreportedOutcomes
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.experiences.window import Entry
 from headrace_trainer.lineage.health import Health
@@ -33,7 +33,7 @@ class Range(NamedTuple):
 
 
 class Assembly(Model):
-    """Description of a file by ranges of stored blobs; see `headrace_trainer.lineage.versions`."""
+    """Description of a weights file as a sequence of byte ranges of stored blobs, from which it is assembled."""
 
     frame: BlobRef
     """The bytes that only this file has."""
@@ -43,7 +43,7 @@ class Assembly(Model):
 
 
 class Tensors(Model):
-    """Weights and optimizer after the same step, stored as safetensors blobs."""
+    """References to the weights and the optimizer state after one step, stored as safetensors blobs."""
 
     weights: BlobRef
     optimizer: BlobRef
@@ -56,7 +56,7 @@ class Tensors(Model):
         return (self.assembly.frame if self.assembly else self.weights), self.optimizer
 
 
-class Saved(Model):
+class SavedState(Model):
     """Saved state of a lineage between two steps.
 
     `headrace_trainer.experiences.state` describes the fields and why they are saved together.
@@ -80,7 +80,7 @@ class Saved(Model):
     steps: Annotated[int, Field(ge=0)]
     left_out: tuple[Text, ...] = ()
     """See `LineageState.left_out`."""
-    unreported: Unreported = Unreported()
+    unreported: UnreportedOutcomes = UnreportedOutcomes()
     account: Annotated[int, Field(ge=0)]
     health: Health = Health()
     present: Tensors
@@ -94,27 +94,28 @@ class Saved(Model):
 
     @property
     def differs_from_head(self) -> bool:
-        """Whether the weights differ from those of the version that they descend from."""
+        """Whether steps have changed the weights since the version `head`."""
         point = self.restore_points.get(self.head)
         return point is None or point.weights.sha256 != self.present.weights.sha256
 
     def blobs(self) -> dict[str, BlobRef]:
-        """Return the blobs that must exist as long as this is the lineage's state, by digest."""
+        """Return by digest the blobs that this state refers to, which must exist as long as it is the lineage's
+        state."""
         points = (self.present, *self.restore_points.values())
         return {ref.sha256: ref for point in points for ref in point.blobs}
 
 
-def read_saved(data: bytes) -> Saved:
+def read_saved(data: bytes) -> SavedState:
     """Parse a state that this release or an earlier one saved.
 
     An earlier release may have stored text and numbers that no event may contain today. Such text is cleaned. A waiting
-    experience with such a number is left out and gets an outcome in `Saved.refused`; the others stay.
+    experience with such a number is left out and gets an outcome in `SavedState.refused`; the others stay.
 
     Raises:
         ValidationError: the state has another error.
     """
     try:
-        return Saved.model_validate_json(data, context={STORED: True})
+        return SavedState.model_validate_json(data, context={STORED: True})
     except ValidationError as error:
         problems = _waiting_beyond_bounds(error)
         if not problems:
@@ -124,15 +125,14 @@ def read_saved(data: bytes) -> Saved:
         _refusal_outcome(fields["waiting"][index]["experience"], detail) for index, detail in problems.items()
     )
     fields["waiting"] = [item for index, item in enumerate(fields["waiting"]) if index not in problems]
-    saved = Saved.model_validate_json(json.dumps(fields), context={STORED: True})
+    saved = SavedState.model_validate_json(json.dumps(fields), context={STORED: True})
     return saved.model_copy(update={"refused": outcomes})
 
 
 def _waiting_beyond_bounds(error: ValidationError) -> dict[int, str]:
-    """Return for each waiting experience of a saved state (by index) the first number in it that exceeds a bound of
-    this release.
+    """Return by index the waiting experiences of a saved state that exceed a bound of this release, with the problem.
 
-    The result is empty if the state has any other error.
+    The result is empty if the validation error of the state has any other cause.
     """
     problems: dict[int, str] = {}
     for problem in error.errors(include_input=False, include_url=False):
@@ -150,7 +150,8 @@ def _refusal_outcome(experience: dict[str, Any], detail: str) -> TrainingOutcome
 
 
 class Pointer(Model):
-    """Record that makes a saved state the current one, and names its owner. It is replaced atomically."""
+    """Record that names the current saved state of a lineage and the process that owns it. It is replaced
+    atomically."""
 
     format: Literal[2] = 2
     epoch: Annotated[int, Field(ge=0)]

@@ -30,7 +30,7 @@ from headrace_trainer.experiences.reports import SaveReport
 from headrace_trainer.learner import VERSION, WEIGHTS, Copy
 from headrace_trainer.lineage import versions
 from headrace_trainer.lineage.health import Health
-from headrace_trainer.lineage.saved import Assembly, Saved, Tensors
+from headrace_trainer.lineage.saved import Assembly, SavedState, Tensors
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.lineage.versions import share_weights
 from headrace_trainer.metrics import SAVE_SECONDS
@@ -45,7 +45,7 @@ _CHECK_INTERVAL_S = 1.0
 
 @dataclass(frozen=True)
 class LineageSnapshot:
-    """Immutable snapshot of a lineage between two steps."""
+    """Immutable copy of the state of a lineage between two steps, without its tensors."""
 
     time: datetime
     steps: int
@@ -70,14 +70,14 @@ class LineageResources:
 
 @dataclass
 class Save:
-    """One save of a lineage. `write` may be called again after it has raised an error."""
+    """One save of a lineage. If `write` raises an error, it may be called again."""
 
     resources: LineageResources
-    previous: Saved
+    previous: SavedState
     snapshot: LineageSnapshot
     copy: Copy | None
     """None where weights and optimizer are those of `before`, and no version is made."""
-    result: tuple[Saved, History, bool] | None = field(default=None, init=False)
+    result: tuple[SavedState, History, bool] | None = field(default=None, init=False)
     """The durable state, its history, and whether it has a new version, or None until the save is durable."""
 
     @property
@@ -86,8 +86,9 @@ class Save:
         return self.copy is not None and self.copy.fingerprint is not None
 
     def provisional_history(self) -> History:
-        """Return the history of versions to use until this save has ended. A new version has a provisional name in it,
-        because its digest is not known yet.
+        """Return the version history to use until this save has ended.
+
+        If the save publishes a version, it has a provisional name, because its digest is not known yet.
         """
         if not self.publishes:
             return self.snapshot.history
@@ -96,11 +97,11 @@ class Save:
         return self._history_with(name, BlobRef(uri="none", sha256=digest, size=0))
 
     def write(self) -> None:
-        """Store the snapshot, and make it the lineage's state at once. Blocks.
+        """Store the snapshot, and make it the lineage's durable state atomically. Blocks.
 
         Raises:
             LearnerLost: the learner has failed.
-            Exception: as `LineageStore.save` does.
+            Exception: an error of `LineageStore.save`.
         """
         store = self.resources.store
         with SAVE_SECONDS.time():
@@ -116,10 +117,12 @@ class Save:
         self.result = saved, history, published is not None
 
     def _store_tensors(self, copy: Copy, folder: Path) -> tuple[Tensors, tuple[Manifest, BlobRef] | None]:
-        """Write the snapshot into `folder` and store its files.
+        """Write weights and optimizer of `copy` into `folder`, and store them, with the new version if there is one.
 
-        These are weights and optimizer, and the new version if there is one. The weights are stored before the
-        optimizer is written, so that less of the disk is needed.
+        The weights are stored before the optimizer is written, so that less space on the disk is needed.
+
+        Returns:
+            The stored weights and optimizer, and the new version's manifest with its blob, or None.
         """
         stored: list[tuple[tuple[BlobRef, Assembly | None], tuple[Manifest, BlobRef] | None]] = []
         copy.write(folder, lambda: stored.append(self._store_weights(folder)))
@@ -152,7 +155,7 @@ class Save:
         if self.copy is None or self.copy.fingerprint is None:
             return None, ()
         resources, history = self.resources, self.snapshot.history
-        manifest, ref = versions.publish(
+        manifest, ref = versions.publish_version(
             resources.blobs,
             folder / VERSION,
             self.copy.fingerprint,
@@ -182,7 +185,9 @@ class Save:
         )
         return history.with_version(published, {self.resources.first.version, *self.snapshot.promoted}, VERSIONS_MAX)
 
-    def _build_saved(self, history: History, present: Tensors, published: tuple[Manifest, BlobRef] | None) -> Saved:
+    def _build_saved(
+        self, history: History, present: Tensors, published: tuple[Manifest, BlobRef] | None
+    ) -> SavedState:
         settings, snapshot, previous = self.resources.settings, self.snapshot, self.previous
         measured = summary.summarize_steps(snapshot.measured, snapshot.reported.outcomes)
         checkpoint, version = previous.checkpoint, published[0].version if published else None
@@ -228,10 +233,10 @@ class Save:
         return previous.model_copy(update=update)
 
     def _restore_points(self, history: History, present: Tensors, version: str | None) -> dict[str, Tensors]:
-        """Return the restore points to keep. A restore point has the weights and the optimizer of one version.
+        """Return the restore points to keep by version. A restore point has the weights and optimizer of one version.
 
-        Those of base and head are always kept, and as many others as fit into the limits: the oldest are removed first,
-        the previous champion's and the champion's last. A version without a restore point is loaded from its files.
+        Those of base and head are always kept, and as many others as fit into the limits. The oldest are removed first,
+        those of the two last champions last. A version without a restore point is loaded from its files.
         """
         points = dict(self.previous.restore_points)
         if version is not None:
@@ -249,20 +254,22 @@ class Save:
 
 
 def default_points_bytes(point: int) -> int:
-    """Return the default limit in bytes for all restore points, if one takes `point` bytes."""
+    """Return the default limit in bytes for all restore points, if a single one has `point` bytes."""
     return max(_POINTS_BYTES_MIN, point)
 
 
 def sum_bytes(points: Iterable[Tensors]) -> int:
-    """Return the bytes in the blob store that these saved states (`points`) need besides versions. A blob that several
-    of them share counts once.
+    """Return the bytes that these restore points take in the blob store in addition to published versions.
+
+    A blob that several of them share counts once.
     """
     return sum({ref.sha256: ref.size for point in points for ref in point.blobs}.values())
 
 
 class DiskRoom:
-    """Guard that delays a save until the disk of the blob store has space for it. A store that is no folder always has
-    enough.
+    """Guard that delays a save until the disk of the blob store has space for it.
+
+    It never delays a save to a blob store that is not a local folder.
     """
 
     def __init__(self, blobs: BlobStore, clock: Clock, free_bytes_min: int | None) -> None:

@@ -27,11 +27,11 @@ from headrace_runtime.storage.blobs import BlobStore, digest_of
 from headrace_runtime.storage.records import Record, Records
 from headrace_schemas.values.blobs import BlobRef, File
 from headrace_trainer.learner import OPTIMIZER, WEIGHTS
-from headrace_trainer.lineage.saved import Assembly, LegacyPointer, Pointer, Saved, Tensors, read_saved
+from headrace_trainer.lineage.saved import Assembly, LegacyPointer, Pointer, SavedState, Tensors, read_saved
 from headrace_trainer.lineage.versions import SharedWeights, assemble
 from headrace_trainer.settings import TrainerSettings
 
-_M = TypeVar("_M", Pointer, LegacyPointer, Saved)
+_M = TypeVar("_M", Pointer, LegacyPointer, SavedState)
 _BEAT = "beat"
 _RELEASED = b"released"
 _READS_MAX = 20
@@ -40,14 +40,12 @@ _SHARED = 0
 
 
 class LineageTaken(HeadraceError):
-    """Another process owns the lineage."""
+    """Error: another process owns the lineage."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerSign:
-    """Heartbeat of the process that owns a lineage. If two signs are equal, the owner has written none in between and
-    may be dead.
-    """
+    """Owner and last heartbeat of a lineage. If two reads are equal, there was no heartbeat in between."""
 
     number: int
     """Number of the pointer record; 0 when the lineage has never had an owner."""
@@ -55,7 +53,7 @@ class OwnerSign:
     beat: bytes | None
 
     @property
-    def free(self) -> bool:
+    def is_free(self) -> bool:
         """Whether the lineage has no owner: it never had one, or it was released."""
         return not self.owner or self.beat == _RELEASED
 
@@ -81,7 +79,7 @@ class LineageStore:
     # Ownership
 
     def read_owner_sign(self) -> OwnerSign:
-        """Return the newest sign of life of the present owner."""
+        """Return the present owner with its last heartbeat."""
         newest = self._newest_pointer()
         if newest is None:
             return OwnerSign(0, "", None)
@@ -90,9 +88,10 @@ class LineageStore:
         return OwnerSign(number, pointer.owner, beat)
 
     def take_over(self) -> bool:
-        """Take the lineage over from any owner.
+        """Make this process the owner, whichever process owned the lineage.
 
-        Return False if its pointer has changed meanwhile; then read the owner's sign of life again before another try.
+        Returns:
+            False if the pointer was changed by another process meanwhile. Call `read_owner_sign` before another try.
         """
         newest = self._newest_pointer()
         number, old = newest or (0, None)
@@ -105,7 +104,7 @@ class LineageStore:
         return True
 
     def beat(self) -> None:
-        """Give a sign of life. Raises `LineageTaken` when another process owns the lineage."""
+        """Write a heartbeat. Raises `LineageTaken` if another process owns the lineage."""
         self._beats += 1
         self._area(self._epoch).set_pointer(_BEAT, str(self._beats).encode())
         self._check_ownership()
@@ -116,7 +115,7 @@ class LineageStore:
 
     # State
 
-    def load(self) -> Saved | None:
+    def load(self) -> SavedState | None:
         """Return the last saved state, or None if the lineage was never saved. Unfinished saves of former owners are
         removed.
 
@@ -129,7 +128,7 @@ class LineageStore:
         self._sweep(self._pointer)
         return saved
 
-    def read(self) -> Saved | None:
+    def read(self) -> SavedState | None:
         """Return the last durable state without changing anything, also while the lineage is in training."""
         number = 0
         for _ in range(_READS_MAX):
@@ -146,7 +145,8 @@ class LineageStore:
         raise Unavailable(self._add_remedy("is saved faster than it can be read"))
 
     def get(self, ref: BlobRef) -> bytes:
-        """Return one blob of the state. Raise `CorruptBlob` when it is damaged, `Unavailable` when it is not there."""
+        """Return the content of a blob of the state. Raises `CorruptBlob` if it is damaged, `Unavailable` if
+        missing."""
         with self._adding_remedy():
             return self._area_of(ref).get(ref)
 
@@ -165,7 +165,10 @@ class LineageStore:
 
     @contextlib.contextmanager
     def open_tensors(self, point: Tensors) -> Iterator[Path]:
-        """Context with a folder that has the files of `point`, as `Copy.write` wrote them. Raises as `get` does."""
+        """Open a context with a folder that contains the files of `point`, as `Copy.write` wrote them.
+
+        Raises the errors of `get`.
+        """
         with self.scratch() as folder:
             with self._adding_remedy():
                 self._area_of(point.optimizer).get_file(point.optimizer, folder / OPTIMIZER)
@@ -186,9 +189,8 @@ class LineageStore:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Context manager that yields a temporary folder for the files of a save. Disk errors inside of it are raised
-        as `save` does.
-        """
+        """Open a context with a temporary folder for the files of a save. Disk errors within it become
+        `Unavailable`."""
         area = self._area(self._epoch)
         try:
             with area.scratch() as folder:
@@ -206,14 +208,14 @@ class LineageStore:
 
         Args:
             folder: A folder of `scratch`.
-            shared: How the weights follow from `files` of a version, which are stored already.
-            files: The files of that version.
+            shared: How to assemble the weights from `files` and the frame; None to store the whole file.
+            files: The files of a version that are stored already.
 
         Returns:
             The fields `weights` and `assembly` of `Tensors`.
 
         Raises:
-            Exception: As `save` does.
+            Exception: An error of `save`.
         """
         if shared is None:
             return self._put_file(folder / WEIGHTS), None
@@ -233,7 +235,7 @@ class LineageStore:
     def _put_file(self, path: Path) -> BlobRef:
         return self._put(partial(BlobStore.put_file, path=path, move=True), self._area(self._epoch))
 
-    def save(self, saved: Saved) -> None:
+    def save(self, saved: SavedState) -> None:
         """Make `saved` the current state. Its blobs must be stored already.
 
         Raises:
@@ -274,7 +276,7 @@ class LineageStore:
             raise LineageTaken(self._takeover_message(newest[1].owner if newest else ""))
         return newest[0]
 
-    def _load_state(self, pointer: Pointer) -> Saved | None:
+    def _load_state(self, pointer: Pointer) -> SavedState | None:
         if pointer.state is None:
             return None
         saved = self._parse(read_saved, self.get(pointer.state))
@@ -306,7 +308,7 @@ class LineageStore:
             raise CorruptBlob(self._add_remedy(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")) from None
 
     def _sweep(self, pointer: Pointer) -> None:
-        """Delete files that former owners of the lineage left in their own areas. They cannot save any more."""
+        """Delete the files in former owners' areas that the saved state does not need. Those owners cannot save any more."""
         needed = set(pointer.epochs.items())
         for name in self._blobs.areas(self._areas):
             epoch = int(name)
@@ -334,7 +336,7 @@ class LineageStore:
         return self._blobs if epoch == _SHARED else self._blobs.area(f"{self._areas}/{epoch:010d}")
 
     def _takeover_message(self, owner: str) -> str:
-        holder = liveness.describe(owner) if owner else "somebody who removed its pointer"
+        holder = liveness.describe(owner) if owner else "an unknown process, which removed its pointer"
         return (
             f"lineage {self._lineage} belongs to {holder} now, and this process can save nothing any more; its earlier "
             "saves are kept and are continued there. If two trainers were started, stop one of them or name another "

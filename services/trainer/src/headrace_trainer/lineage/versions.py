@@ -39,7 +39,7 @@ def check_base(folder: Path) -> None:
         SettingError: something is missing, or a file is irregular.
     """
     if not folder.is_dir():
-        raise SettingError("trainer.base", str(folder), f"is not a folder; {FORMS}")
+        raise SettingError("trainer.base", str(folder), f"is no folder; {FORMS}")
     for pattern, content in (("*.safetensors", "weights in safetensors"), ("config.json", "config.json")):
         if not any(folder.glob(pattern)):
             raise SettingError("trainer.base", str(folder), f"has no {content}; convert the model first")
@@ -51,13 +51,13 @@ def check_base(folder: Path) -> None:
 
 @contextlib.contextmanager
 def open_files(blobs: BlobStore, files: Iterable[File]) -> Iterator[Path]:
-    """Context with a temporary folder that has these files. Raises `CorruptBlob` or `Unavailable`."""
+    """Open a context with a temporary folder that contains these files. Raises `CorruptBlob` or `Unavailable`."""
     with tempfile.TemporaryDirectory(prefix="headrace-version-") as name:
         yield store.fetch_files(blobs, files, Path(name))
 
 
-def base_files(blobs: BlobStore, folder: Path) -> tuple[File, ...]:
-    """Store the files of a lineage's base by their digests. Blocks.
+def store_base_files(blobs: BlobStore, folder: Path) -> tuple[File, ...]:
+    """Store the base's files of a new lineage in the blob store, and return their references. Blocks.
 
     Each file is read once, so later changes of the folder have no effect.
     """
@@ -82,7 +82,7 @@ def publish_base(
     return store.store_manifest(blobs, manifest)
 
 
-def publish(
+def publish_version(
     blobs: BlobStore,
     folder: Path,
     fingerprint: Fingerprint,
@@ -117,7 +117,7 @@ def publish(
     return store.store_manifest(blobs, manifest)
 
 
-def check_same(folder: Path, first: Manifest, lineage: str) -> None:
+def check_same_base(folder: Path, first: Manifest, lineage: str) -> None:
     """Raise `SettingError` when `folder` differs from the base that the lineage started from."""
     present = {path.relative_to(folder).as_posix(): store.file_digest(path) for path in store.model_files(folder)}
     original = {file.path: file.blob.sha256 for file in first.files}
@@ -130,7 +130,7 @@ def check_same(folder: Path, first: Manifest, lineage: str) -> None:
         )
 
 
-def load(blobs: BlobStore, manifest: Manifest, learner: Learner) -> None:
+def load_weights(blobs: BlobStore, manifest: Manifest, learner: Learner) -> None:
     """Load the weights of a version into `learner`. Blocks. Raise `CorruptBlob` or `Unavailable`."""
     with open_files(blobs, manifest.files) as folder:
         learner.load(folder)
@@ -174,8 +174,11 @@ class SharedWeights:
     ranges: tuple[Range, ...]
 
     def assembly(self, files: Sequence[File], frame: BlobRef) -> Assembly:
-        """Return how to assemble the weights file from blobs: from the blob `frame` with the bytes of its own, and from
-        files of a stored version.
+        """Return the description by which the weights file is assembled from stored blobs.
+
+        Args:
+            files: the files of the stored version that contain the shared bytes.
+            frame: the blob with the bytes that no version file contains.
         """
         blobs = {file.path: file.blob for file in files}
         return Assembly(frame=frame, files=tuple(blobs[path] for path in self.files), ranges=self.ranges)
