@@ -125,7 +125,7 @@ def loss_and_gradient(
     """The loss, and its gradient by the logprob of each loss token."""
     settings = case.loss
     batch = Batch(tuple(rows_of(sequences) if rows is None else rows), None, case.agg_mode, settings.horizon_tokens)
-    pack = forward.collate([batch.weighted(row) for row in batch.rows], torch.device("cpu"), padded=False)
+    pack = forward.collate([batch.with_token_weight(row) for row in batch.rows], torch.device("cpu"), padded=False)
     current_N, start_N, reference_N = (
         torch.tensor(np.concatenate([getattr(sequence, name) for sequence in sequences]))
         for name in ("current", "start", "reference")

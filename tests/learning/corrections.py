@@ -87,7 +87,7 @@ class CorrectionRun:
     def __init__(self, base: Path, batch_size: int, seed: int, settings: OptimizerSettings | None = None) -> None:
         compute = ComputeSettings(device="cpu", packing="padded")  # one pass, and few of the blocks' many small ones
         self.policy = Policy.open(base, compute, LoraSettings(), seed=0)
-        chosen = (settings or OptimizerSettings()).of_size(self.policy.size, adapters=False)
+        chosen = (settings or OptimizerSettings()).with_rate_for_size(self.policy.size, adapters=False)
         self.optimizer = Optimizer(self.policy.parameters, chosen, self.policy.hidden)
         self._batch_size = batch_size
         self._draw = np.random.default_rng(seed)

@@ -105,7 +105,7 @@ def _compared(seed: int, batch: Batch, handed: list[Any], about: Any, arrays: di
         number = positions[sent.msg_id]
         entry = about["rows"][number]
         prompt = entry["prompt_length"]
-        weight = batch.weighted(row).token_weight * tokens
+        weight = batch.with_token_weight(row).token_weight * tokens
         expected = np.where(row.loss_mask_T[prompt:], np.float32(float(row.advantage) * weight), np.float32(0))
         same = (
             arrays[f"{number}:tokens"].tobytes() == row.token_ids_T.tobytes()

@@ -88,7 +88,7 @@ def settings_of(folder: Path, text: str) -> TrainerSettings:
 def test_a_package_adds_an_algorithm_without_a_change_here(tmp_path: Path) -> None:
     settings = settings_of(tmp_path, 'algorithm = "mine"')
     assert (settings.advantage.kind, settings.loss.kind, settings.max_staleness) == ("plain", "slope", 1)
-    assert not settings.grouped
+    assert not settings.compares_groups
     advantages, past = settings.advantage.estimator.compute(BATCH, Baselines(), DECAY, settings.advantage)
     assert advantages.values_B == [0.75, -0.25, 2.75]
     assert past == Baselines()

@@ -195,16 +195,16 @@ def test_planted_an_error_that_is_not_spent_is_seen() -> None:
     ],
 )
 def test_it_falls_with_the_root_of_the_parameters(parameters: int, *, adapters: bool, rate: float) -> None:
-    assert OptimizerSettings().of_size(parameters, adapters=adapters).rate == pytest.approx(rate)
+    assert OptimizerSettings().with_rate_for_size(parameters, adapters=adapters).rate == pytest.approx(rate)
 
 
 def test_what_is_set_stays() -> None:
-    assert OptimizerSettings(learning_rate=0.5).of_size(7, adapters=True).rate == 0.5
+    assert OptimizerSettings(learning_rate=0.5).with_rate_for_size(7, adapters=True).rate == 0.5
 
 
 def test_a_lineage_trains_with_that_of_its_model(tmp_path: Path, make: Make) -> None:
     settings = make(optimizer={})
     lineage = open_lineage(settings, BlobStore((tmp_path / "blobs").as_uri()), SystemClock())
-    expected = settings.optimizer.of_size(policy_of(lineage).size, adapters=False).rate
+    expected = settings.optimizer.with_rate_for_size(policy_of(lineage).size, adapters=False).rate
     assert optimizer_of(lineage).learning_rate == expected
     assert expected == 1e-4

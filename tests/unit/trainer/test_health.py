@@ -128,8 +128,8 @@ async def test_the_steps_that_stop_training_are_undone_and_never_published(
     trainer = await world.run(settings)
     good = world.bus.checkpoints[-1]
     assert good.step == 1, "neither of the two others"
-    assert trainer.stopped is not None
-    assert "entropy" in trainer.stopped
+    assert trainer.stop_reason is not None
+    assert "entropy" in trainer.stop_reason
     assert trainer.lineage is not None
     assert trainer.lineage.state.current == good.version, "the weights are the last version's"
     account = world.bus.accounts[-1]
@@ -139,7 +139,7 @@ async def test_the_steps_that_stop_training_are_undone_and_never_published(
     assert len(world.reporter.stops) == 1, "said once"
 
     again = await world.run(settings)  # a crash, or a restart that changes nothing
-    assert again.stopped == trainer.stopped
+    assert again.stop_reason == trainer.stop_reason
     assert world.bus.checkpoints[-1] == good
     queued = {(f"e{n}", 0): "queued" for n in range(4, 12)}
     assert world.bus.fates == {(f"e{n}", 0): "trained" for n in range(4)} | queued
@@ -149,15 +149,15 @@ async def test_the_steps_that_stop_training_are_undone_and_never_published(
         poll = world.source.poll
 
         async def report_with(experiences_max: int) -> Any:
-            if resumed.stopped is not None:
-                assert resumed.paused == resumed.stopped
+            if resumed.stop_reason is not None:
+                assert resumed.pause_reason == resumed.stop_reason
                 resumed.resume()
             return await poll(experiences_max)
 
         patch.setattr(world.source, "poll", report_with)
         with pytest.raises(Idle):
             await resumed.run()
-    assert resumed.stopped is None
+    assert resumed.stop_reason is None
     assert world.reporter.stops[-1] is None
     assert world.bus.accounts[-1].stopped is None
     assert world.bus.checkpoints[-1].step > 1
@@ -172,7 +172,7 @@ async def test_a_doubtful_step_delays_its_version(world: World, make: Make, monk
     with_entropies(monkeypatch, 0.1, 0.9)
     trainer = await world.run(settings)
     assert [checkpoint.step for checkpoint in world.bus.checkpoints] == [0, 1], "both steps are in it"
-    assert trainer.stopped is None
+    assert trainer.stop_reason is None
     assert set(world.bus.fates.values()) == {"trained"}
 
 
@@ -188,7 +188,7 @@ async def test_gradients_that_are_never_finite_stop_training(
 
     monkeypatch.setattr(learners, "train", broken)
     trainer = await world.run(settings)
-    assert trainer.stopped is not None
+    assert trainer.stop_reason is not None
     assert len(world.bus.fates) == 8, "the third batch waits"
 
 

@@ -70,8 +70,8 @@ def test_a_setting_that_cannot_work_is_named(tmp_path: Path, lines: str, message
 
 
 def test_grpo_with_groups_is_fine(tmp_path: Path) -> None:
-    assert read(tmp_path, "[trainer]\nbase = 'x'\ngroup_size = 2\nadvantage.kind = 'grpo'").grouped
-    assert not read(tmp_path, "[trainer]\nbase = 'x'\ngroup_size = 1").grouped
+    assert read(tmp_path, "[trainer]\nbase = 'x'\ngroup_size = 2\nadvantage.kind = 'grpo'").compares_groups
+    assert not read(tmp_path, "[trainer]\nbase = 'x'\ngroup_size = 1").compares_groups
 
 
 def started(**environ: Any) -> subprocess.CompletedProcess[str]:

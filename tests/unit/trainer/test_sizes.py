@@ -20,7 +20,7 @@ from headrace_runtime.settings.sections import Common
 from headrace_trainer import sizes as sizes_module
 from headrace_trainer.check import check
 from headrace_trainer.settings import ComputeSettings, TrainerSettings
-from headrace_trainer.sizes import Shape, Sizes, describe, pack_tokens, suggestions
+from headrace_trainer.sizes import Shape, Sizes, describe_sizes, pack_tokens, suggest_settings
 from headrace_trainer.torch_learner.model import devices
 from tests.support import tiny_model
 
@@ -113,12 +113,12 @@ def test_suggestions_take_adapters_where_all_weights_need_too_much_memory(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = settings_of(base)
-    assert suggestions(base, settings) == {
+    assert suggest_settings(base, settings) == {
         "trainer.optimizer.learning_rate": 1e-4,
         "trainer.compute.pack_tokens": 4096,
     }
     monkeypatch.setattr(sizes_module, "_TRAINER_BYTES_MAX", 1)
-    assert suggestions(base, settings) == {
+    assert suggest_settings(base, settings) == {
         "trainer.optimizer.learning_rate": 1e-3,
         "trainer.compute.pack_tokens": 4096,
         "trainer.lora.rank": 16,
@@ -130,19 +130,20 @@ def test_suggestions_take_adapters_where_all_weights_need_too_much_memory(
 
 def test_the_sentences_name_the_rate_and_whether_it_was_chosen(base: Path) -> None:
     chosen, given = (
-        next(describe(base, settings_of(base, **changes))) for changes in ({}, {"optimizer": {"learning_rate": 3e-5}})
+        next(describe_sizes(base, settings_of(base, **changes)))
+        for changes in ({}, {"optimizer": {"learning_rate": 3e-5}})
     )
     assert "by the size of the model" in chosen
     assert chosen.startswith(f"{shape_of(base, settings_of(base)).parameters:,} parameters, all trained")
     assert "learning rate 3e-05; without this setting 0.0001" in given
-    assert "adapters trained" in next(describe(base, settings_of(base, lora={"rank": 4})))
+    assert "adapters trained" in next(describe_sizes(base, settings_of(base, lora={"rank": 4})))
 
 
 def test_a_rate_of_all_weights_that_adapters_inherit_is_pointed_out(base: Path) -> None:
-    written = suggestions(base, settings_of(base))["trainer.optimizer.learning_rate"]
+    written = suggest_settings(base, settings_of(base))["trainer.optimizer.learning_rate"]
     rates = {"optimizer": {"learning_rate": written}}
-    assert next(describe(base, settings_of(base, **rates))).endswith(f"learning rate {written}")
-    adapted = next(describe(base, settings_of(base, lora={"rank": 16}, **rates)))
+    assert next(describe_sizes(base, settings_of(base, **rates))).endswith(f"learning rate {written}")
+    adapted = next(describe_sizes(base, settings_of(base, lora={"rank": 16}, **rates)))
     assert adapted.endswith(
         f"learning rate {written}; without this setting 0.001, as for adapters of a model of this size"
     )
@@ -152,14 +153,14 @@ def test_a_large_base_is_multiplied_in_bfloat16_where_the_processor_can(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sizes_module, "_LARGE", 1)
-    suggested = suggestions(base, settings_of(base))
+    suggested = suggest_settings(base, settings_of(base))
     assert (suggested["trainer.compute.dtype"], "trainer.lora.rank" in suggested) == ("auto", False)
 
 
 async def test_adapters_for_modules_that_the_base_has_not_are_refused_with_its_names(base: Path) -> None:
     partly, none = ({"rank": 4, "targets": targets} for targets in (["q_proj", "query_key_value"], ["c_attn"]))
     assert any(
-        "no query_key_value; the other targets" in line for line in describe(base, settings_of(base, lora=partly))
+        "no query_key_value; the other targets" in line for line in describe_sizes(base, settings_of(base, lora=partly))
     )
     with pytest.raises(SettingError, match=r"'c_attn'.* down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"):
         await check(Common(), settings_of(base, lora=none))
@@ -168,7 +169,7 @@ async def test_adapters_for_modules_that_the_base_has_not_are_refused_with_its_n
 
 def test_a_configuration_with_other_names_has_no_sizes(base: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"n_layer": 2}')
-    assert list(describe(tmp_path, settings_of(tmp_path))) == []
+    assert list(describe_sizes(tmp_path, settings_of(tmp_path))) == []
 
 
 def _growth(work: Callable[[], None]) -> int:

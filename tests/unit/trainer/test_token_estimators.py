@@ -224,7 +224,7 @@ class Bandit:
     def learn(self) -> list[float]:
         """Train `STEPS` steps. Return the success probability before the first step and after each step."""
         rates = [self.success()]
-        grouped = self.lineage._settings.grouped
+        grouped = self.lineage._settings.compares_groups
         for _ in range(STEPS):
             for run in range(RUNS):
                 task = f"t{run // 8}" if grouped else None

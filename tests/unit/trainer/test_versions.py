@@ -58,7 +58,7 @@ def answers(model: Any, fingerprint: Fingerprint) -> torch.Tensor:
 def learner(base: Path, rank: int = 0) -> TorchLearner:
     policy = open_policy(base, rank)
     settings = TrainerSettings(base=str(base))
-    chosen = settings.optimizer.of_size(policy.size, adapters=policy.lora)
+    chosen = settings.optimizer.with_rate_for_size(policy.size, adapters=policy.lora)
     return TorchLearner(policy, Optimizer(policy.parameters, chosen), settings, version_files.dtype_of(base))
 
 

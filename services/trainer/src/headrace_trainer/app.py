@@ -27,7 +27,7 @@ log = get_logger(__name__)
 
 
 class Announcer:
-    """`Sink` that publishes events on a real bus, on the usual topics or on topics of the same names with a prefix."""
+    """`Sink` that publishes events on Kafka, with `prefix` before the name of each topic."""
 
     def __init__(self, producer: EventProducer, prefix: str) -> None:
         self._producer = producer
@@ -39,7 +39,7 @@ class Announcer:
 
 
 async def run(common: Common, settings: TrainerSettings) -> None:
-    """Train until `max_steps` or until cancelled. A base that is a model of the hub is fetched first."""
+    """Run the trainer until `max_steps` or until cancelled. A base on the Hugging Face hub is downloaded first."""
     base = await asyncio.to_thread(base_models.resolve, settings.base, common.data_dir)
     configured, settings = settings, settings.model_copy(update={"base": str(base)})
     kinds = {"algorithm": settings.algorithm, "advantage": settings.advantage.kind, "loss": settings.loss.kind}
@@ -71,7 +71,7 @@ async def run(common: Common, settings: TrainerSettings) -> None:
         "learner": lambda: trainer.learner_failure or True,
     }
     notes: dict[str, web.Check] = {
-        "training": lambda: trainer.stopped or True,
+        "training": lambda: trainer.stop_reason or True,
         "rewards": lambda: trainer.stray_rewards or True,
     }
     routes = [resume_route(trainer, common), settings_route("trainer", configured, common)]

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """Registration of a kind of learner by a package, for example torch or Ray. `settings` is the class of its own
-    section `[trainer.<name>]`.
+    """Registration of a kind of learner by a package, for example torch or Ray.
+
+    `settings` is the class of its settings section `[trainer.<name>]`, or None without settings.
     """
 
     open: Callable[[Path, TrainerSettings], Learner]

@@ -22,7 +22,7 @@ from headrace_trainer.backends import BACKENDS
 from headrace_trainer.experiences.admission import open_reply_reader
 from headrace_trainer.experiences.templates import environment, read_json, read_template, special_tokens
 from headrace_trainer.settings import TrainerSettings
-from headrace_trainer.sizes import describe, matrix_names, suggestions
+from headrace_trainer.sizes import describe_sizes, matrix_names, suggest_settings
 
 log = get_logger(__name__)
 _CONFIG = "config.json"
@@ -59,11 +59,11 @@ _TOOL_CALL = [
 async def check(common: Common, settings: TrainerSettings) -> list[str]:
     """Check `trainer.base` before a start, and return its problems as messages.
 
-    Of a model of the hub that the trainer will fetch at its start, only the names of its files are checked, and of a
-    GGUF file that it will convert, that the file exists.
+    If the trainer must first download the base from the hub, only the names of its files are checked; if it must first
+    convert a GGUF file, only that the file exists.
 
     Raises:
-        SettingError: the logprobs differ, or replies are trained and the chat template does not show where messages
+        SettingError: the logprobs differ, or replies are trained and the chat template does not mark where messages
             begin.
     """
     folder = await asyncio.to_thread(_find_folder, settings.base, common.data_dir)
@@ -85,11 +85,11 @@ async def check(common: Common, settings: TrainerSettings) -> list[str]:
 
 
 def notes(common: Common, settings: TrainerSettings) -> list[str]:
-    """Return sentences about memory, disk and work of the training, for the output of the check."""
+    """Return sentences about the memory, disk space and computation of the training, for the output of the check."""
     folder = _find_folder(settings.base, common.data_dir)
     if folder is None:
         return ["the base is fetched or converted at the first start; its sizes are known after that"]
-    return list(describe(folder, settings))
+    return list(describe_sizes(folder, settings))
 
 
 def suggest(common: Common, settings: TrainerSettings) -> dict[str, JsonValue]:
@@ -97,7 +97,7 @@ def suggest(common: Common, settings: TrainerSettings) -> dict[str, JsonValue]:
     converted yet.
     """
     folder = _find_folder(settings.base, common.data_dir, check_hub=False)
-    return suggestions(folder, settings) if folder is not None else {}
+    return suggest_settings(folder, settings) if folder is not None else {}
 
 
 def _find_folder(base: str, data_dir: Path, *, check_hub: bool = True) -> Path | None:
@@ -147,7 +147,7 @@ def _problems(folder: Path) -> Iterator[str]:
 
 
 def _check_targets(folder: Path, settings: TrainerSettings) -> None:
-    """Raise `SettingError` if adapters are wanted and the base has none of the modules that should get them."""
+    """Raise `SettingError` if adapters are trained and the base has none of the modules in `trainer.lora.targets`."""
     lora = settings.lora
     if not lora.rank:
         return

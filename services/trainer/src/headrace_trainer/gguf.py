@@ -38,11 +38,11 @@ _TEMPLATE = "tokenizer.chat_template"
 
 
 class NotConvertible(ValueError):
-    """The file cannot be converted. The message names the reason and a remedy."""
+    """Error: a GGUF file cannot be converted. The message names the reason and a remedy."""
 
 
 def convert(source: Path, folder: Path) -> dict[str, str]:
-    """Convert a GGUF file: write its model to `folder`, and return facts about it for the output. Blocks.
+    """Convert a GGUF file into a model in `folder`, and return its architecture and its weights' type. Blocks.
 
     Raises:
         NotConvertible: the tokenizer or the architecture is not supported, or the file is damaged.

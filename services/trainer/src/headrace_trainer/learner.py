@@ -37,20 +37,18 @@ _PIECE_BYTES = 4 << 20
 
 
 class Abandoned(Exception):
-    """The step was stopped because the process is ending. The state in memory must not be saved."""
+    """Raised by a step that stopped because the process is ending. The state in memory must not be saved."""
 
 
 class NotFinite(Exception):
-    """The gradient was infinite or not a number; no weight was changed."""
+    """Raised by a step whose gradient was infinite or not a number. No weight was changed."""
 
 
 class StepRefused(Exception):
-    """The learner refuses a step because of a measurement.
+    """Raised by a step that the algorithm forbids because of a measurement. No weight was changed.
 
-    No weight was changed, and training stops until it is resumed.
-
-    `undecided`: a larger batch that begins with these rows may be allowed, so the batch waits while more experiences
-    come.
+    Training stops until it is resumed. If `undecided` is true, a larger batch that begins with these rows may be
+    accepted, so the batch waits for more experiences instead.
     """
 
     def __init__(self, measure: str, value: float, why: str, *, undecided: bool = False) -> None:
@@ -62,9 +60,9 @@ class StepRefused(Exception):
 
 
 class LearnerLost(HeadraceError):
-    """A process or device that holds the weights has failed.
+    """Raised when a process or device that holds the weights has failed.
 
-    The trainer's process ends, and the next start opens the lineage from its last save.
+    The trainer's process ends, and the next start continues the lineage from its last save.
     """
 
 
@@ -213,7 +211,7 @@ class Learner(Protocol):
         """
 
     def load(self, folder: Path) -> None:
-        """Load the weights from a version's files and forget all momentum. The folder is removed afterwards."""
+        """Load the weights from a version's files in `folder` and reset the optimizer. The folder is removed."""
 
     def fingerprint_of_base(self) -> Fingerprint:
         """Return the fingerprint of the lineage's first version. Called before the first step."""
@@ -224,7 +222,7 @@ class Learner(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """State of a learner as bytes, which `WholeLearner.thaw` restores."""
+    """Serialized state of a learner: returned by `WholeLearner.freeze` and restored by `WholeLearner.thaw`."""
 
     weights: bytes | bytearray
     """Content of the file `WEIGHTS` of a `Copy`."""
@@ -233,14 +231,14 @@ class Frozen:
 
 
 class WholeLearner(ABC):
-    """Base class of learners whose state fits into memory.
+    """Base class of learners whose whole state fits into the memory of this process.
 
-    It implements `copy` and `restore` by three simpler methods.
+    It implements `copy` and `restore` with the methods `freeze`, `thaw` and `write` of a subclass.
     """
 
     @abstractmethod
     def freeze(self) -> Frozen:
-        """Return all state that the next step depends on, as bytes. The call changes nothing."""
+        """Return all state that the next step depends on, serialized. The call changes nothing."""
 
     @abstractmethod
     def thaw(self, frozen: Frozen, *, with_random: bool) -> None:
@@ -272,10 +270,7 @@ class WholeLearner(ABC):
 
 @dataclass(frozen=True)
 class WholeCopy:
-    """Copy in memory of all weights and optimizer states of a learner that is not sharded.
-
-    It is written to files while the learner goes on with its next steps.
-    """
+    """Snapshot (`Copy`) of a `WholeLearner` in memory. It can be written to files while the learner takes steps."""
 
     frozen: Frozen
     fingerprint: Fingerprint | None = None

@@ -51,9 +51,8 @@ _START = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 async def run(common: Common, settings: TrainerSettings) -> None:
-    """Run the dry run of the trainer as a filter program: read experiences from standard input, and write the batches
-    that training would use.
-    """
+    """Run a dry run of training: read experiences from standard input, write the resulting batches to standard
+    output."""
     lines = Lines()
     dry_run = DryRun(settings, BlobStore.open(common))
     recorded_sizes: list[int] = []
@@ -70,7 +69,8 @@ async def run(common: Common, settings: TrainerSettings) -> None:
 
 
 class DryRun:
-    """Training without weights, which computes the batches. `add` experiences in order, then call `end`."""
+    """Training without weights, which computes only the batches. Call `add` for each experience in order, then
+    `end`."""
 
     def __init__(self, settings: TrainerSettings, blobs: BlobStore) -> None:
         """Open the dry run. Raises `SettingError` as a start of the trainer would."""
@@ -95,14 +95,18 @@ class DryRun:
         """Whether the weights differ from those of the last version."""
 
     def expect(self, batch: RecordedBatch) -> None:
-        """Take over the next batch that the original training recorded, with its outcome. Outcomes that depend on
-        weights cannot be computed without them.
+        """Add the next batch that the original training recorded, with its outcome.
+
+        If the dry run forms the same batch, it takes over the outcomes that depend on weights.
         """
         self._recorded.append(batch)
 
     def add(self, experience: Experience, recorded_sizes: Sequence[int] = ()) -> None:
-        """Read an experience. `recorded_sizes` are the sizes of the batches that the original training formed right
-        after it.
+        """Admit an experience, and form the batches that follow it.
+
+        Args:
+            experience: the next experience.
+            recorded_sizes: sizes of the batches that the original training formed right after this experience.
         """
         if experience.model != self._settings.model:
             self._ignored["other_models"] += 1
@@ -180,7 +184,7 @@ class DryRun:
         state, settings = self._state, self._settings
         for item in items:
             if item.experience.experience_id in left_out:
-                state.leave_out(item, "the step of the original lineage failed with it")
+                state.leave_out(item, "the training step of the original lineage failed with this experience")
         rest = [item for item in items if item.experience.experience_id not in left_out]
         if not rest:
             return (), None
@@ -208,8 +212,8 @@ class DryRun:
 def changes_weights(batch: Batch, settings: TrainerSettings) -> bool:
     """Return whether a step on `batch` would change the weights.
 
-    It does not if the loss depends on the weights only through advantages, and all of them are zero: no back end
-    applies momentum then.
+    It would not if all advantages are 0 and no other term of the loss, such as a divergence, has a gradient. Then no
+    back end applies momentum.
     """
     loss, needs = settings.loss, settings.needs
     pulled = loss.kl > 0 or loss.function.correction is not None or needs.critic or needs.teacher or needs.hindsight
@@ -217,7 +221,7 @@ def changes_weights(batch: Batch, settings: TrainerSettings) -> bool:
 
 
 def _version(model: str, number: int, parent: str | None, first: int, last: int) -> PublishedVersion:
-    """Return a version without files."""
+    """Return a version of the dry run, which has a name and steps but no files."""
     digest = hashlib.sha256(f"dry run {number}".encode()).hexdigest()
     manifest = BlobRef(uri="none", sha256=digest, size=0)
     name = f"{model}@{digest[:16]}"

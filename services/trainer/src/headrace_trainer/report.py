@@ -35,12 +35,12 @@ _STATISTICS = frozenset({"score", "champion_score", "difference", "standard_erro
 
 
 def _escape(text: str) -> str:
-    """Return untrusted text for the console, without markup and terminal control sequences."""
+    """Return untrusted text with its console markup escaped and without terminal control sequences."""
     return escape(printable(text, 1_000))
 
 
 class _Board:
-    """Writer of TensorBoard files. On a full disk points are left out, and training goes on."""
+    """Writer of TensorBoard files. While the disk is full, it discards points and raises no error."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

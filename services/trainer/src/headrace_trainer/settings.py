@@ -53,12 +53,12 @@ class OptimizerSettings(Section):
 
     @property
     def rate(self) -> float:
-        """The learning rate, once the size of the model has decided it (`of_size`)."""
+        """The learning rate. It must be set, or computed by `with_rate_for_size` before."""
         assert self.learning_rate is not None, "call of_size first"
         return self.learning_rate
 
-    def of_size(self, parameters: int, *, adapters: bool) -> OptimizerSettings:
-        """Return these settings with a learning rate for a model of `parameters` parameters."""
+    def with_rate_for_size(self, parameters: int, *, adapters: bool) -> OptimizerSettings:
+        """Return these settings, with the default learning rate for a model of this size if none is set."""
         if self.learning_rate is not None:
             return self
         rate = min(_RATE_OF_SIZE / math.sqrt(parameters), _RATE_MAX) * (_RATE_OF_ADAPTERS if adapters else 1)
@@ -281,9 +281,7 @@ class TrainerSettings(ServiceSettings):
 
     @property
     def needs_base(self) -> bool:
-        """Whether training needs token logprobs under the base model: for the loss, or to measure the KL divergence
-        from it in every step or every few steps.
-        """
+        """Whether training needs logprobs under the base model, for the loss or to measure the divergence from it."""
         measured = self.loss.kl > 0 or self.health.kl_base_interval_steps > 0
         return measured or self.needs.reference or self.needs.hindsight
 
@@ -296,12 +294,12 @@ class TrainerSettings(ServiceSettings):
         return self.advantage.estimator.needs | self.loss.needs | Needs(demonstrations=written)
 
     @property
-    def grouped(self) -> bool:
+    def compares_groups(self) -> bool:
         """Whether advantages compare the runs of a group."""
         return self.needs.groups
 
     def _check_backend(self, backend: Backend) -> None:
-        """Raise `SettingError` for needs that neither the trainer nor this back end meets."""
+        """Raise `SettingError` if the algorithm has needs that neither the trainer nor this back end meets."""
         offered = OFFERED | backend.offers
         if unmet := self.needs.missing_from(offered):
             raise SettingError(
@@ -335,13 +333,13 @@ class TrainerSettings(ServiceSettings):
             remedy = f'compares two answers, and advantages of kind {self.advantage.kind} train single ones; set "dpo"'
         elif loss.needs.logprobs and not loss.origins and (signals.written or signals.answers):
             remedy = (
-                f"needs the engine's logprobs, which written tokens have not, and advantages of kind "
+                f"needs the engine's logprobs, which written tokens lack, and advantages of kind "
                 f'{self.advantage.kind} train written tokens; set "likelihood", or "mix" for both'
             )
         if remedy:
             raise SettingError("trainer.loss.kind", self.loss.kind, remedy)
         if self.loss.kl_needs_logprobs and not loss.origins and (signals.written or signals.answers):
-            remedy = "needs the engine's logprobs, which written tokens have not; set another estimate"
+            remedy = "needs the engine's logprobs, which written tokens lack; set another estimate"
             raise SettingError("trainer.loss.kl_kind", self.loss.kl_kind, remedy)
         if self.needs.teacher and not self.teacher.model:
             remedy = f"{self.advantage.kind} learns from a teacher: name a model's folder or an endpoint"
@@ -371,7 +369,7 @@ class TrainerSettings(ServiceSettings):
         if self.replays == self.lineage:
             raise SettingError("trainer.replays", self.replays, "is this lineage itself; name a new trainer.lineage")
         self._check_backend(BACKENDS.get(self.backend))
-        if self.grouped and self.group_size < 2:
+        if self.compares_groups and self.group_size < 2:
             raise SettingError(
                 "trainer.group_size",
                 self.group_size,
@@ -388,7 +386,7 @@ class TrainerSettings(ServiceSettings):
             raise SettingError(
                 "trainer.batch_experiences_min", self.batch_experiences_min, "is more than batch_experiences"
             )
-        needed = max(self.batch_experiences, self.group_size if self.grouped else 1)
+        needed = max(self.batch_experiences, self.group_size if self.compares_groups else 1)
         if self.memory.queue_experiences < needed:
             raise SettingError(
                 "trainer.memory.queue_experiences", self.memory.queue_experiences, f"a batch needs {needed}"

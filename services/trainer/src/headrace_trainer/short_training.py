@@ -44,7 +44,7 @@ async def run(common: Common, settings: TrainerSettings) -> None:
 
 
 class ShortTraining:
-    """Training on a recording, from the base to the end. `add` experiences in order, then call `end`. Blocks."""
+    """Training on a recording, starting from the base. Call `add` for each experience in order, then `end`. Blocks."""
 
     def __init__(self, settings: TrainerSettings, blobs: BlobStore) -> None:
         """Open the training. Raises the errors that a start of the trainer raises."""

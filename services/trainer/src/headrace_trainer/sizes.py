@@ -45,7 +45,7 @@ GB = 1e9
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Numbers and widths in the architecture of a base, which determine the sizes of a training."""
+    """Architecture of a base model: its numbers of parameters and layers and their widths."""
 
     parameters: int
     adapters: int
@@ -64,7 +64,7 @@ class Shape:
 
     @classmethod
     def read(cls, folder: Path, lora: LoraSettings) -> Shape | None:
-        """Read the shape of a base, or return None if its configuration names sizes in another way, or is damaged."""
+        """Read the shape of a base. Return None if its configuration is damaged or has other fields for the sizes."""
         config = read_json(folder / "config.json")
         text = config.get("text_config", config) if isinstance(config, dict) else {}
         names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
@@ -116,7 +116,7 @@ def _tensors(folder: Path) -> dict[str, StoredTensor]:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Memory, disk and work of a training on one device."""
+    """Estimated memory, disk space and computation of a training on one device."""
 
     trained: int
     trainer_bytes: int
@@ -132,7 +132,7 @@ class Sizes:
 
     @classmethod
     def of(cls, shape: Shape, settings: TrainerSettings) -> Sizes:
-        """Compute the sizes of a training from the shape of the base and the settings."""
+        """Estimate the sizes of a training from the shape of the base and the settings."""
         lora = bool(settings.lora.rank)
         trained = shape.adapters if lora else shape.parameters
         frozen_bytes = _BFLOAT16 if settings.compute.dtype == "bfloat16" else _FLOAT32
@@ -162,7 +162,7 @@ class Sizes:
 
 
 def _pass_bytes(shape: Shape, settings: TrainerSettings) -> int:
-    """Return the bytes that a forward pass on a CPU needs: the activations, and a chunk of logits."""
+    """Return the bytes of the activations and of a chunk of logits in a forward pass on a CPU."""
     tokens = pack_tokens(shape, settings.compute, settings.lora, on_cpu=True)
     return tokens * _token_bytes(shape, settings.compute, settings.lora) + _CHUNK_BYTES
 
@@ -199,8 +199,8 @@ def _token_bytes(shape: Shape, compute: ComputeSettings, lora: LoraSettings) -> 
     return stored_bytes + 2 * shape.hidden * _FLOAT32
 
 
-def describe(folder: Path, settings: TrainerSettings) -> Iterator[str]:
-    """Yield sentences about the sizes of a training; none if the base's configuration names sizes in another way."""
+def describe_sizes(folder: Path, settings: TrainerSettings) -> Iterator[str]:
+    """Yield sentences about the sizes of a training; none if the base's configuration has other fields for sizes."""
     shape = Shape.read(folder, settings.lora)
     if shape is None or not shape.parameters:
         return
@@ -224,7 +224,9 @@ def describe(folder: Path, settings: TrainerSettings) -> Iterator[str]:
 
 
 def _rate_text(shape: Shape, optimizer: OptimizerSettings, *, lora: bool) -> str:
-    by_size = optimizer.model_copy(update={"learning_rate": None}).of_size(shape.parameters, adapters=lora).rate
+    by_size = (
+        optimizer.model_copy(update={"learning_rate": None}).with_rate_for_size(shape.parameters, adapters=lora).rate
+    )
     if optimizer.learning_rate is None:
         return f"{by_size:g}, by the size of the model"
     if optimizer.learning_rate == by_size:
@@ -233,10 +235,11 @@ def _rate_text(shape: Shape, optimizer: OptimizerSettings, *, lora: bool) -> str
     return f"{optimizer.learning_rate:g}; without this setting {by_size:g}, as for {kind} of this size"
 
 
-def suggestions(folder: Path, settings: TrainerSettings) -> dict[str, JsonValue]:
-    """Return settings that fit a base on a machine with 16 GB and without a GPU; none for an unknown shape.
+def suggest_settings(folder: Path, settings: TrainerSettings) -> dict[str, JsonValue]:
+    """Return settings for training a base on a machine with 16 GB of memory and without a GPU.
 
-    All weights are trained where the trainer's memory allows it, otherwise adapters.
+    All weights are trained if the trainer's memory suffices, otherwise adapters. The result is empty if the shape of
+    the base is unknown.
     """
     shape = Shape.read(folder, settings.lora.model_copy(update={"rank": _LORA_RANK}))
     if shape is None or not shape.parameters:
@@ -248,6 +251,6 @@ def suggestions(folder: Path, settings: TrainerSettings) -> dict[str, JsonValue]
     if Sizes.of(shape, settings).trainer_bytes > _TRAINER_BYTES_MAX:
         lora = lora.model_copy(update={"rank": _LORA_RANK})
         values |= {"trainer.lora.rank": _LORA_RANK, "trainer.compute.dtype": "auto"}
-    rate = settings.optimizer.of_size(shape.parameters, adapters=bool(lora.rank)).rate
+    rate = settings.optimizer.with_rate_for_size(shape.parameters, adapters=bool(lora.rank)).rate
     tokens = pack_tokens(shape, compute, lora, on_cpu=True)
     return {"trainer.optimizer.learning_rate": rate, "trainer.compute.pack_tokens": tokens, **values}

@@ -25,21 +25,19 @@ _RECORDS_MAX = 500
 
 
 class BusReplaced(HeadraceError):
-    """The bus ends before the lineage's offsets, so it is not the bus that the lineage has read before."""
+    """Raised when the bus ends before the lineage's offsets, so that it is not the bus which the lineage has read."""
 
 
 class Source(Protocol):
-    """Interface through which the trainer reads the bus: experiences (at most as many as it has room for) and the
-    registry's decisions about versions (always).
-    """
+    """Interface through which the trainer reads the bus: experiences, and the registry's decisions about versions."""
 
     async def start(self, offsets: Offsets) -> None: ...
 
     async def poll(self, room: int) -> list[Record]:
-        """Return the next records, among them at most `room` experiences. Wait a moment when there are none."""
+        """Return the next records, at most `room` of them experiences. If there are none, wait a moment for them."""
 
     async def at_end(self) -> bool:
-        """Return whether all experiences have been read that were on the bus at the start."""
+        """Return whether all experiences were read that were on the bus when the source was started."""
 
     async def fetch(self, positions: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Record]:
         """Read records of experiences again, by partition and offset.
@@ -51,7 +49,7 @@ class Source(Protocol):
 
 
 class KafkaSource:
-    """`Source` on a real bus. The consumer's prefetch limit bounds its memory."""
+    """`Source` that reads from Kafka. The consumer's prefetch limit bounds its memory."""
 
     def __init__(self, bus: BusSettings, experiences: str, decisions: str) -> None:
         self._bus = bus
@@ -67,8 +65,12 @@ class KafkaSource:
         return self._reader is not None
 
     async def start(self, offsets: Offsets) -> None:
-        """Seek to `offsets`; partitions without one start at their first record. Raise `BusReplaced` or
-        `Unavailable`."""
+        """Connect and seek to `offsets`. Partitions without an offset are read from their first record.
+
+        Raises:
+            BusReplaced: the bus ends before `offsets`.
+            Unavailable: the bus does not answer.
+        """
         reader = consumer(self._bus, _CLIENT)
         try:
             await reader.start()
@@ -152,7 +154,7 @@ class KafkaSource:
             reader.seek(partition, max(saved, first[partition]))
 
     def _check_partitions(self, reader: AIOKafkaConsumer) -> None:
-        """Raise `Unavailable` when a topic has more partitions than at the start; the next start reads them.
+        """Raise `Unavailable` if a topic has got new partitions, so that a restart reads them, too.
 
         New partitions are noticed at the next metadata refresh.
         """
@@ -160,7 +162,7 @@ class KafkaSource:
             known_partitions = {item.partition for item in self._partitions if item.topic == topic}
             added = (reader.partitions_for_topic(topic) or known_partitions) - known_partitions
             if added:
-                raise Unavailable(f"{topic} has new partitions {sorted(added)}; starting again to read them too")
+                raise Unavailable(f"{topic} has new partitions {sorted(added)}; the restart reads them, too")
 
 
 class Sink(Protocol):

@@ -81,23 +81,23 @@ class Trainer:
 
     @property
     def is_standby(self) -> bool:
-        """Whether another process trains the lineage. Such a trainer counts as ready, so a rolling restart can end."""
+        """Whether this process is ready and waits because another one trains the lineage."""
         return self._lease.is_waiting
 
     @property
-    def paused(self) -> str | None:
+    def pause_reason(self) -> str | None:
         """Reason why training or reading is paused until `resume`, or None while both continue."""
-        return "; ".join(filter(None, [self._refuse.paused, self.stopped, self.room.trouble])) or None
+        return "; ".join(filter(None, [self._refuse.paused, self.stop_reason, self.room.trouble])) or None
 
     @property
-    def stopped(self) -> str | None:
-        """Reason why training is stopped, or None. Decisions of the registry are followed in any case."""
+    def stop_reason(self) -> str | None:
+        """Reason why training is stopped, or None. A stopped trainer still applies decisions of the registry."""
         stop = self.lineage.health.stopped if self.lineage is not None else None
         return None if stop is None else f"training is stopped: {stop.reason}"
 
     @property
     def stray_rewards(self) -> str | None:
-        """Sentence about the last rewards far outside of their sources' usual values; None without any."""
+        """Sentence about recent rewards far outside of their sources' usual values, or None if there are none."""
         strays = self.lineage.state.baselines.ranges.strays if self.lineage is not None else ()
         if not strays:
             return None
@@ -111,12 +111,12 @@ class Trainer:
 
     @property
     def learner_failure(self) -> str | None:
-        """Reason why the learner cannot continue, which ends the process; None while it can."""
+        """Reason why the learner has failed, so that the process will end, or None."""
         return self.lineage.learner.failure if self.lineage is not None else None
 
     def resume(self) -> None:
         """Let training and reading continue after a stop or a pause. Training continues once this change is saved."""
-        self._resume = self.stopped is not None
+        self._resume = self.stop_reason is not None
         if self._refuse.paused is not None:
             self._refuse.resume()
 
@@ -191,7 +191,7 @@ class Trainer:
         log.info("finished", steps=lineage.state.steps)
 
     async def _finish(self, lineage: Lineage, reporter: Reporter) -> None:
-        """Train the waiting experiences that make batches, and report all outcomes. Raises `TrainingStopped`."""
+        """Train the remaining complete batches, save, and report all outcomes. Raises `TrainingStopped`."""
         while await self._step(lineage, reporter, lineage.next_batch(at_end=True)):
             if lineage.is_save_due(0.0):
                 await self._save(lineage, reporter, publish=lineage.is_version_due)
@@ -223,7 +223,8 @@ class Trainer:
         return True
 
     async def _revert_to_last_version(self, lineage: Lineage, reporter: Reporter, reason: str) -> None:
-        """Undo the steps since the last version, because training health is bad; then save and report the stop."""
+        """Reset the weights to the last version, because a limit of `[trainer.health]` was exceeded; save and
+        report."""
         await self._finish_save(lineage, reporter)
         await self._requeue_undone(await self._retry_in_thread(lineage.revert_to_last_version), lineage)
         await self._save(lineage, reporter, publish=False)
@@ -305,9 +306,9 @@ class Trainer:
         lineage.state.record_offset(record.topic, record.partition, record.offset, reported=reported)
 
     async def _follow_decision(self, event: ModelEvent, lineage: Lineage) -> None:
-        """Follow a decision of the registry: exclude a version, or go back with the weights.
+        """Apply a decision of the registry: exclude the answers of a version, or reset the weights to another version.
 
-        Undone experiences that are still fresh are queued again, with their tokens as they are on the bus.
+        Experiences whose training is lost are read again from the bus and queued, if they are still fresh.
         """
         state = lineage.state
         excludes = event.rollout is not None and event.rollout.excludes
@@ -318,7 +319,7 @@ class Trainer:
             await self._remove_excluded(event.version, state)
 
     async def _remove_excluded(self, version: str, state: LineageState) -> None:
-        """Drop waiting answers of a version that was rolled back, and queue the reversal of those already trained."""
+        """Drop waiting experiences of an excluded version, and queue reversals of those that were already trained."""
         state.sweep()
         revisions = control.find_excluded_contributions(state, version)
         experiences = await self._read_again(state.bus_positions(revisions))
@@ -350,7 +351,7 @@ class Trainer:
         lineage.state.admit(complete, (record.partition, record.offset), self._clock.now())
 
     async def _with_branch(self, experience: Experience, lineage: Lineage) -> Experience:
-        """Return the experience with its branch. A withdrawal may lack the tokens that undoing its training needs."""
+        """Return the experience with its branch. If a withdrawal lacks it, read it from the bus for the reversal."""
         entry = lineage.state.window.get(experience.experience_id)
         if experience.branch is not None or entry is None or not entry.trained:
             return experience
@@ -362,7 +363,7 @@ class Trainer:
         return experience
 
     async def _read_again(self, names_by_position: Mapping[tuple[int, int], str]) -> dict[str, Experience]:
-        """Return the experiences at these bus positions by name, without those that the bus no longer has."""
+        """Read the experiences at these bus positions again. Return by id those that the bus still has."""
         records = await self._retry(lambda: self._source.fetch(tuple(names_by_position)))
         experiences: dict[str, Experience] = {}
         for position, record in records.items():
@@ -378,8 +379,7 @@ class Trainer:
         return received.event
 
     async def _retry(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Retry `work` while a dependency is unavailable, for `retry_s` at most; while the disk is full, without
-        limit."""
+        """Run `work`; repeat it while a dependency is unavailable, for at most `retry_s`, or while the disk is full."""
         deadline = self._clock.monotonic_s() + self._settings.retry_s
         attempt = 0
         while True:

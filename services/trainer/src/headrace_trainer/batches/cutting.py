@@ -43,7 +43,7 @@ class Cutter:
             experiences=settings.batch_experiences,
             experiences_min=min(settings.batch_experiences_min, settings.batch_experiences),
             wait=timedelta(seconds=settings.batch_wait_s),
-            group_size=settings.group_size if settings.grouped else 0,
+            group_size=settings.group_size if settings.compares_groups else 0,
             group_wait=timedelta(seconds=settings.group_wait_s),
             equal_groups=settings.advantage.equal_groups == "train",
         )

@@ -308,7 +308,7 @@ class LineageStore:
             raise CorruptBlob(self._add_remedy(f"{'.'.join(map(str, first['loc']))}: {first['msg']}")) from None
 
     def _sweep(self, pointer: Pointer) -> None:
-        """Delete the files in former owners' areas that the saved state does not need. Those owners cannot save any more."""
+        """Delete the files in former owners' areas that no saved state needs. They cannot save any more."""
         needed = set(pointer.epochs.items())
         for name in self._blobs.areas(self._areas):
             epoch = int(name)

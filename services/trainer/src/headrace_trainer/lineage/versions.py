@@ -39,7 +39,7 @@ def check_base(folder: Path) -> None:
         SettingError: something is missing, or a file is irregular.
     """
     if not folder.is_dir():
-        raise SettingError("trainer.base", str(folder), f"is no folder; {FORMS}")
+        raise SettingError("trainer.base", str(folder), f"is not a folder; {FORMS}")
     for pattern, content in (("*.safetensors", "weights in safetensors"), ("config.json", "config.json")):
         if not any(folder.glob(pattern)):
             raise SettingError("trainer.base", str(folder), f"has no {content}; convert the model first")

@@ -259,7 +259,7 @@ def open_learner(folder: Path, settings: TrainerSettings, kind: type[Policy]) ->
     _log_comparison(native.compare(policy))
     if settings.needs_base:
         policy.keep_reference(folder)
-    chosen = settings.optimizer.of_size(policy.size, adapters=policy.lora)
+    chosen = settings.optimizer.with_rate_for_size(policy.size, adapters=policy.lora)
     log.info("learning_rate", rate=chosen.rate, parameters=policy.size, adapters=policy.lora)
     optimizer = Optimizer(policy.parameters, chosen, policy.hidden)
     return TorchLearner(policy, optimizer, settings, version_files.dtype_of(folder), _token_estimator(policy, settings))

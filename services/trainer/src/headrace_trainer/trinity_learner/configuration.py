@@ -99,7 +99,7 @@ def rate_of(settings: TrainerSettings, base: Path, config: Mapping[str, Any]) ->
     """Return the learning rate, which depends on the model's size unless it is set."""
     weight_bytes = _WEIGHT_BYTES.get(str(config.get("dtype") or config.get("torch_dtype")), 4)
     size = sum(path.stat().st_size for path in base.glob("*.safetensors")) // weight_bytes
-    return settings.optimizer.of_size(max(1, size), adapters=False).rate
+    return settings.optimizer.with_rate_for_size(max(1, size), adapters=False).rate
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:

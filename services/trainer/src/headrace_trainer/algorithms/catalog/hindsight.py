@@ -225,7 +225,5 @@ def refusal(gap: GapEstimate, settings: HindsightSettings) -> StepDecision | Non
     )
 
 
-hindsight_advantages = estimator(Needs(hindsight=True, logprobs=True), HindsightSettings, signals=REPLIES)(
-    reward_as_advantage
-)
+told = estimator(Needs(hindsight=True, logprobs=True), HindsightSettings, signals=REPLIES)(reward_as_advantage)
 HINDSIGHT = Algorithm("hindsight", "clipped", {"batch_wait_s": 600.0})

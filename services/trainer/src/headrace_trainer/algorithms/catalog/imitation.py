@@ -75,7 +75,7 @@ def _worth_rft(reward: float, settings: AdvantageSettings) -> float:
     return float(reward >= section.reward_min)
 
 
-filtered_rewards = estimator(settings=RftSettings, worth=_worth_rft)(reward_as_advantage)
+filtered = estimator(settings=RftSettings, worth=_worth_rft)(reward_as_advantage)
 RFT = Algorithm("rft", "likelihood", LATE)
 
 
@@ -113,7 +113,7 @@ MIX_LOSS = Loss(_load_mix, Needs(logprobs=True, demonstrations=True), MixSetting
 MIX = Algorithm("reinforce++", "mix", {"advantage.demonstrations": True, "loss.agg_mode": "token-mean-by-origin"})
 
 
-teacher_advantages = estimator(Needs(teacher=True, logprobs=True), signals=Signals(rewards=False, branches=True))(
+taught = estimator(Needs(teacher=True, logprobs=True), signals=Signals(rewards=False, branches=True))(
     reward_as_advantage
 )
 ON_POLICY_DISTILL = Algorithm("on_policy_distill")
