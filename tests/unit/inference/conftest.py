@@ -22,7 +22,7 @@ from headrace_inference.engine import NOBODY, Engine, Finish, Sampling, Share, S
 from headrace_inference.errors import EngineFailed, UnknownVersion
 from headrace_inference.grammar.compiler import GrammarCompiler
 from headrace_inference.http.completions import Completions
-from headrace_inference.http.routes import Api, RequestBounds, Served
+from headrace_inference.http.routes import Api, ReadyVersion, RequestBounds
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_inference.torch_engine.program import Program
@@ -293,12 +293,12 @@ class OneVersion:
     """Implementation of `Versions` with a single version."""
 
     def __init__(self, tokenizer: ChatTokenizer, version: str = VERSION) -> None:
-        self._served = Served(version, tokenizer, CONTEXT, 1_700_000_000, None)
+        self._served = ReadyVersion(version, tokenizer, CONTEXT, 1_700_000_000, None)
 
-    def serving(self) -> Sequence[Served]:
+    def serving_versions(self) -> Sequence[ReadyVersion]:
         return [self._served]
 
-    def find(self, model: str) -> Served:
+    def find_version(self, model: str) -> ReadyVersion:
         if model not in (self._served.version, "tiny"):
             raise UnknownVersion(model)
         return self._served

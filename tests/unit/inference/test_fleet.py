@@ -140,10 +140,10 @@ async def test_what_routing_names_is_loaded_probed_and_found(rig: Rig, models: M
     rig.route(models.first.served, models.second.served)
     assert rig.states == {models.first.version: "loading", models.second.version: "loading"}
     with pytest.raises(UnknownVersion):
-        rig.fleet.find(models.first.version)
+        rig.fleet.find_version(models.first.version)
     await rig.settled(first="ready", second="ready")
-    assert rig.fleet.find(models.second.version).parent == models.first.version
-    assert [served.version for served in rig.fleet.serving()] == [models.first.version, models.second.version]
+    assert rig.fleet.find_version(models.second.version).parent == models.first.version
+    assert [served.version for served in rig.fleet.serving_versions()] == [models.first.version, models.second.version]
     assert all(version.probe is not None and version.probe.passed for version in rig.fleet.versions())
 
 
@@ -156,13 +156,13 @@ async def test_the_champion_is_loaded_first(rig: Rig, models: Models) -> None:
 async def test_a_bare_name_is_found_when_it_can_only_mean_one_version(rig: Rig, models: Models) -> None:
     rig.route(models.first.served)
     await rig.settled(first="ready")
-    assert rig.fleet.find("tiny").version == models.first.version
+    assert rig.fleet.find_version("tiny").version == models.first.version
     rig.route(models.first.served, models.second.served)
     await rig.settled(first="ready", second="ready")
     with pytest.raises(UnknownVersion, match="as 2: name one of them"):
-        rig.fleet.find("tiny")
+        rig.fleet.find_version("tiny")
     with pytest.raises(UnknownVersion):
-        rig.fleet.find("small")
+        rig.fleet.find_version("small")
 
 
 async def test_a_dropped_version_answers_until_it_is_drained(rig: Rig, models: Models) -> None:
@@ -172,8 +172,8 @@ async def test_a_dropped_version_answers_until_it_is_drained(rig: Rig, models: M
     busy = rig.engine.busy[models.first.version] = asyncio.Event()
     rig.route(models.second.served)
     assert rig.states[models.first.version] == "draining"
-    assert rig.fleet.find(models.first.version).version == models.first.version
-    assert rig.fleet.find("tiny").version == models.second.version, "a bare name means a version that stays"
+    assert rig.fleet.find_version(models.first.version).version == models.first.version
+    assert rig.fleet.find_version("tiny").version == models.second.version, "a bare name means a version that stays"
     busy.set()
     await rig.until(lambda: rig.engine.held == [models.second.version])
     assert rig.states == {models.second.version: "ready"}
@@ -218,7 +218,7 @@ async def test_a_version_that_is_dropped_while_it_loads_never_answers(rig: Rig, 
     assert rig.states == {}
     rig.engine.gate.set()
     await rig.until(lambda: rig.engine.log == [f"load {models.first.version}", f"unload {models.first.version}"])
-    assert rig.fleet.serving() == []
+    assert rig.fleet.serving_versions() == []
     rig.route(models.first.served)
     await rig.settled(first="ready")
 
@@ -231,7 +231,7 @@ async def test_a_failed_probe_is_a_state_with_a_reason_and_stops_nothing_else(ri
     assert "0.25 from its fingerprint" in rig.error(models.first.served)
     assert rig.engine.held == [models.second.version], "and it takes no memory"
     with pytest.raises(UnknownVersion):
-        rig.fleet.find(models.first.version)
+        rig.fleet.find_version(models.first.version)
 
 
 async def test_weights_that_never_changed_are_named_as_such(rig: Rig, models: Models) -> None:
@@ -304,7 +304,10 @@ async def test_an_adapter_waits_for_its_base(rig: Rig, models: Models) -> None:
     rig.route(models.adapter.served, models.first.served, champion=models.adapter.served)
     await rig.settled(adapter="ready", first="ready")
     assert rig.engine.log == [f"load {models.first.version}", f"load {models.adapter.version}"]
-    assert rig.fleet.find(models.adapter.version).tokenizer is rig.fleet.find(models.first.version).tokenizer
+    assert (
+        rig.fleet.find_version(models.adapter.version).tokenizer
+        is rig.fleet.find_version(models.first.version).tokenizer
+    )
 
 
 async def test_an_adapter_whose_base_cannot_be_had_fails_by_name(rig: Rig, models: Models) -> None:

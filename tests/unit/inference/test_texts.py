@@ -24,7 +24,7 @@ from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.chat.tool_calls import CLOSE, HERMES, OPEN, HermesToolReader
 from headrace_inference.settings import InferenceSettings
-from headrace_inference.written import ConversationWriter, Unwritable, open_writer, write_row
+from headrace_inference.written import ConversationWriter, UntrainableConversation, open_writer, write_row
 from headrace_runtime.chat_messages import argument_value
 from headrace_runtime.storage.versions import file_digest
 from headrace_schemas import FunctionCall, FunctionDefinition, Message, Tool, ToolCall
@@ -112,7 +112,7 @@ def test_control_tokens_in_a_row_are_text(tokenizer: ChatTokenizer) -> None:
 def test_what_is_too_long_is_refused_and_never_cut(tokenizer: ChatTokenizer) -> None:
     length = len(writer(tokenizer).write([ASK], [ANSWER])[0].token_ids)
     assert writer(tokenizer, length).write([ASK], [ANSWER])
-    with pytest.raises(Unwritable, match=f"{length} tokens; at most {length - 1}") as caught:
+    with pytest.raises(UntrainableConversation, match=f"{length} tokens; at most {length - 1}") as caught:
         writer(tokenizer, length - 1).write([ASK], [ANSWER])
     assert caught.value.kind == "too_long"
 
@@ -172,7 +172,7 @@ def test_a_template_that_loses_something_is_found(
 ) -> None:
     assert template != CHATML or row[-1] is THINKING, "the fault was not planted"
     tokenizer = with_template(models, tmp_path, template)
-    with pytest.raises(Unwritable, match=message) as caught:
+    with pytest.raises(UntrainableConversation, match=message) as caught:
         writer(tokenizer).write([], row, [SEARCH] if row[-1] is CALL else ())
     assert caught.value.kind == "template"
 

@@ -25,9 +25,9 @@ _ORDER: tuple[LoadState, ...] = ("ready", "draining", "loading", "failed")
 
 
 class Announcer:
-    """Publisher of the replica's heartbeats. One task calls `run`.
+    """Publisher of the replica's heartbeats on the topic `replicas`. One task must call `run`.
 
-    Setting the event `change` causes a heartbeat soon; several changes may share one heartbeat.
+    Setting the event `change` causes a heartbeat at once; several changes may share one heartbeat.
     """
 
     def __init__(
@@ -44,9 +44,14 @@ class Announcer:
         """Create the publisher.
 
         Args:
-            versions: returns the state of each version.
-            in_flight: returns the number of unfinished choices.
-            supports_forms: returns whether all present versions support the answer forms that `identity` names.
+            producer: producer on the bus.
+            clock: clock for the timestamps and the interval.
+            identity: the fields of the heartbeat that do not change.
+            versions: function that returns the state of each version.
+            in_flight: function that returns the number of unfinished choices.
+            heartbeat_s: interval of the heartbeats in seconds.
+            change: event that the caller sets after a change.
+            supports_forms: function that returns whether all present versions support the answer forms in `identity`.
         """
         self._producer = producer
         self._clock = clock
@@ -102,9 +107,9 @@ class Announcer:
 
 
 class RoutingFollower:
-    """Reader of the topic `routing`. It calls `follow` once the topic was read to its end, and after every change.
+    """Reader of the topic `routing`, which calls `follow` once it has read the topic to its end, and after each change.
 
-    Each call gets the newest routing of all models, so versions that only older records name are never loaded.
+    Each call passes the newest routing tables of all models, so a version that only older records name is never loaded.
     """
 
     def __init__(
@@ -120,7 +125,7 @@ class RoutingFollower:
         self._table = TopicTable(Routing, bus, client_id, blobs, refuse, self._changed)
 
     @property
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether the topic was read to its end. It may be empty."""
         return self._table.loaded.is_set()
 
@@ -137,5 +142,5 @@ class RoutingFollower:
             self._newest.pop(model, None)
         elif newest is None or routing.revision >= newest.revision:  # a registry that was replaced may still write
             self._newest[model] = routing
-        if self.ready:
+        if self.is_ready:
             self._follow(self._newest.values())

@@ -66,10 +66,10 @@ _INLINE_BYTES = 8192
 
 
 def start_engine(settings: InferenceSettings) -> Engine:
-    """Start the engine that the settings name, and exempt the modules it imported from garbage collection.
+    """Start the engine that the settings name, and exempt the objects of its imports from garbage collection.
 
-    With torch and transformers a full collection takes 0.2 s, in which no thread can run. Versions are loaded later, so
-    their tensors are collected as before.
+    With torch and transformers a full collection takes 0.2 s, in which no thread can run. The tensors of versions are
+    loaded later, so they are not exempt.
     """
     engine = ENGINES.get(settings.engine).make(settings.of(settings.engine))
     tune_garbage_collection(PYTHON_GARBAGE_THRESHOLD)
@@ -77,7 +77,7 @@ def start_engine(settings: InferenceSettings) -> Engine:
 
 
 async def run(common: Common, settings: InferenceSettings) -> None:
-    """Serve until cancelled.
+    """Run the replica until cancelled.
 
     Raises:
         Unavailable: the bus or the port is not available.
@@ -113,7 +113,7 @@ async def run(common: Common, settings: InferenceSettings) -> None:
         worker_threads = WorkerThreads(_PREPARE_THREADS, _INLINE_BYTES)
         stack.callback(worker_threads.close)
         application = _api(common, settings, fleet, engine, worker_threads, parsers, grammars).app(
-            {"engine": lambda: engine.alive, "routing": lambda: follower.ready}
+            {"engine": lambda: engine.alive, "routing": lambda: follower.is_ready}
         )
         port = await stack.enter_async_context(web.serve(application, settings, common.security))
         announcer = Announcer(
@@ -133,7 +133,7 @@ async def run(common: Common, settings: InferenceSettings) -> None:
                 tasks.create_task(announcer.run())
                 tasks.create_task(_watch(engine))
         finally:
-            await _leave(announcer, engine, _STOP_TIMEOUT_S)
+            await _shut_down(announcer, engine, _STOP_TIMEOUT_S)
 
 
 async def _watch(engine: Engine) -> None:
@@ -142,8 +142,8 @@ async def _watch(engine: Engine) -> None:
         await asyncio.sleep(_ENGINE_CHECK_S)
 
 
-async def _leave(announcer: Announcer, engine: Engine, timeout_s: float) -> None:
-    """Report that the replica stops, wait for the requests in flight, and delete its record from the topic
+async def _shut_down(announcer: Announcer, engine: Engine, timeout_s: float) -> None:
+    """Announce that the replica stops, wait at most `timeout_s` for its requests, and delete its record on
     `replicas`."""
     with contextlib.suppress(Unavailable):
         await announcer.announce(stopping=True)
@@ -176,17 +176,15 @@ def _fleet_limits(settings: InferenceSettings) -> FleetLimits:
 
 
 def _supported_forms(engine: Engine, parsers: Parsers) -> tuple[str, ...]:
-    """Return the request fields by which answers can be constrained, as the engine and the tool parser support them."""
+    """Return the request fields `response_format` and `tool_choice`, as far as engine and tool parser support them."""
     if not engine.grammars:
         return ()
     return (RESPONSE_FORMAT, TOOL_CHOICE) if parsers.tools.form is not None else (RESPONSE_FORMAT,)
 
 
 def _no_check(_tokenizer: ChatTokenizer, _vocabulary: int) -> str:
-    """Accept the tokenizer of any version, because this replica does not constrain answers by grammars.
-
-    Return an empty text, which means that nothing speaks against the tokenizer.
-    """
+    """Return an empty text: every tokenizer is accepted, because this replica does not constrain answers by
+    grammars."""
     return ""
 
 

@@ -27,14 +27,14 @@ Finish = Literal["stop", "length"]
 
 
 class Guide(Protocol):
-    """State of a grammar while one choice is sampled: it determines the allowed next tokens.
+    """State of a grammar while one choice is sampled, which determines the tokens that are allowed next.
 
     Only the sampler of the choice uses it, in one thread at a time.
     """
 
     @property
     def error(self) -> str:
-        """Reason why the guide cannot continue; empty while it can. Check it after each call of the two methods."""
+        """Reason why the guide has failed, or an empty text. Check it after each call of `allowed` and `accept`."""
 
     def allowed(self) -> NDArray[np.int32]:
         """Return the tokens that may come next as a bit mask: token `t` is bit `t % 32` of word `t // 32`.
@@ -96,8 +96,9 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Client of a generation, by which an engine divides rows and time: its tenant, its session, and whether it is a
-    user."""
+    """Key by which an engine shares its capacity fairly: tenant and session of a generation, and whether it is an
+    evaluation.
+    """
 
     salt: str = ""
     """Stands for a tenant. The cached KV of a prompt is reused only for prompts with the same salt."""
@@ -116,7 +117,7 @@ NOBODY = Share()
 
 @dataclass(slots=True)
 class Tokens:
-    """Newly sampled tokens of one choice with their logprobs: one delivery of a stream."""
+    """Newly sampled tokens of one choice with their logprobs: one item of a generation's stream."""
 
     choice: int
     token_ids: list[int] = field(default_factory=list)
@@ -134,7 +135,7 @@ class Tokens:
     report sets, or if they are too large."""
 
     def add(self, more: Tokens) -> None:
-        """Append later tokens of the same choice."""
+        """Append the tokens of `more`, which were sampled later for the same choice."""
         self.token_ids += more.token_ids
         self.logprobs += more.logprobs
         self.top += more.top
@@ -195,7 +196,8 @@ class Engine(Protocol):
         """Unload a version. Unfinished generations with it fail with `EngineFailed`."""
 
     async def probe(self, version: str) -> Probe:
-        """Compare the logprobs of the loaded weights with the manifest's fingerprint and with those of the parent."""
+        """Compare the logprobs of the loaded weights with the manifest's fingerprint and with the parent's, if
+        loaded."""
 
     def generate(
         self,
@@ -207,7 +209,10 @@ class Engine(Protocol):
         stream: bool,
         share: Share = NOBODY,
     ) -> Generation:
-        """Start one choice for each of `starts`. Without `stream` each choice is delivered once, which is cheaper.
+        """Start to sample one choice for each of `starts` after `prompt`.
+
+        With `stream`, tokens are delivered as they are sampled; otherwise each choice is delivered once it is complete,
+        which costs less.
 
         Raises:
             UnknownVersion: the version is not loaded.
@@ -220,19 +225,17 @@ class Engine(Protocol):
         """Return the number of unfinished choices of the version; None: of all versions."""
 
     async def drained(self, version: str | None = None) -> None:
-        """Wait until all choices (answers being sampled) of a version have ended; None waits for those of all
-        versions.
-        """
+        """Wait until all unfinished choices of the version have ended; None: of all versions."""
 
     def context_tokens(self, version: str) -> int:
-        """Return the largest length of prompt plus completion."""
+        """Return the largest number of tokens of prompt plus completion for the version."""
 
     def vocabulary(self, version: str) -> int:
         """Return the number of token ids of the version; all ids are below it."""
 
     @property
     def alive(self) -> bool:
-        """Whether the engine can still answer."""
+        """Whether the engine works. If not, the process must be restarted."""
 
     def check(self) -> None:
         """Raise `EngineFailed` if the engine cannot answer until the process is restarted."""
@@ -242,7 +245,7 @@ class Engine(Protocol):
 
 
 def check_tokens(prompt: Sequence[int], starts: Sequence[Start], vocabulary: int) -> None:
-    """Check tokens before they join a batch with other requests.
+    """Check the tokens of a request before it joins a batch with other requests.
 
     Raises:
         PromptEmpty: the prompt has no token.
@@ -258,7 +261,7 @@ def check_tokens(prompt: Sequence[int], starts: Sequence[Start], vocabulary: int
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """An engine that a package announces: its class of settings, and the function that starts it."""
+    """Registration of an engine by a package: its class of settings, and the function that starts it."""
 
     make: Callable[[Any], Engine]
     """Function that starts the engine with its settings. It is called once, inside the running event loop. The caller

@@ -12,13 +12,14 @@ class VersionUnusable(HeadraceError):
 
 
 class NoRoom(VersionUnusable):
-    """Raised if there is too little memory to serve a version in addition to the loaded ones. The replica tries again
-    when routing changes.
+    """Raised if memory does not suffice to serve a version in addition to the loaded ones.
+
+    The replica tries to load it again when routing changes.
     """
 
 
 class EngineFailed(HeadraceError):
-    """The engine failed during a computation. The request may succeed on another replica or later."""
+    """The engine failed while it computed an answer. The request may succeed on another replica or later."""
 
 
 class UnknownVersion(Refused):
@@ -54,7 +55,7 @@ class PromptTooLarge(Refused):
 
 
 class Overloaded(Refused):
-    """The replica runs and queues as many sequences as it may. The response has a `retry-after` header."""
+    """The replica already runs and queues its maximum number of sequences. The response has a `retry-after` header."""
 
     def __init__(self, message: str, retry_after_s: int = 1) -> None:
         super().__init__(503, "overloaded", message)

@@ -17,7 +17,7 @@ from headrace_inference import metrics
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.engine import Engine
 from headrace_inference.errors import NoRoom, UnknownVersion, VersionUnusable
-from headrace_inference.http.routes import Served
+from headrace_inference.http.routes import ReadyVersion
 from headrace_runtime.errors import CorruptBlob, Unavailable
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage.versions import VersionCache
@@ -68,7 +68,7 @@ class _BaseNotReady(Exception):
 
 
 class Fleet:
-    """Loads and unloads versions as routing changes."""
+    """All versions on this replica. It loads and unloads them as routing changes."""
 
     def __init__(
         self,
@@ -81,9 +81,12 @@ class Fleet:
         """Create a fleet without versions.
 
         Args:
-            changed: called after every change that heartbeats report. It must not block.
-            check_forms: returns why answers with a tokenizer and a vocabulary size cannot be constrained; empty if they
-                can. It may block.
+            engine: engine that serves the versions.
+            cache: local copies of the versions' files.
+            limits: limits of the versions on this replica.
+            changed: function that is called after every change that heartbeats report. It must not block.
+            check_forms: function that returns why answers cannot be constrained by grammars with a tokenizer and a
+                vocabulary size, or an empty text if they can. It may block.
         """
         self._engine = engine
         self._cache = cache
@@ -107,24 +110,24 @@ class Fleet:
         )
 
     def supports_forms(self) -> bool:
-        """Return whether answers can be constrained by grammars with every loaded version.
+        """Return whether answers of all loaded versions can be constrained by grammars.
 
-        One version that cannot counts for the whole replica, because requests need not name their version.
+        All must support it, because a request need not name its version.
         """
         return not any(local.forms_error for local in self._local.values())
 
-    def serving(self) -> Sequence[Served]:
+    def serving_versions(self) -> Sequence[ReadyVersion]:
         """Return all versions that answer now."""
         return [served for local in self._local.values() if (served := self._served(local)) is not None]
 
-    def find(self, model: str) -> Served:
+    def find_version(self, model: str) -> ReadyVersion:
         """Return an exact version, or the only ready version of a model. Raises `UnknownVersion`."""
         if "@" in model:
             served = self._served(self._local[model]) if model in self._local else None
             if served is None:
                 raise UnknownVersion(model)
             return served
-        ready = [served for served in self.serving() if served.version.split("@")[0] == model]
+        ready = [served for served in self.serving_versions() if served.version.split("@")[0] == model]
         ready = [served for served in ready if self._local[served.version].state == "ready"]
         if len(ready) != 1:
             several = f" as one version but as {len(ready)}: name one of them" if ready else ""
@@ -201,7 +204,7 @@ class Fleet:
     # Loading and unloading
 
     async def _load(self, local: _LocalVersion) -> None:
-        """Retry until the version is ready, has finally failed, or is no longer in routing."""
+        """Load a version, and retry until it is ready, has failed permanently, or is no longer in routing."""
         while self._local.get(local.version) is local:
             try:
                 async with self._order:
@@ -255,11 +258,12 @@ class Fleet:
         self._set(local, "ready")
 
     async def _drain(self, local: _LocalVersion, drain: object) -> None:
-        """Unload a version after gateways have learned of the change and its requests are finished.
+        """Unload a version once gateways know of the change and its requests are finished.
 
         Args:
             local: the version.
-            drain: identity of this attempt. Nothing is unloaded if the version is needed again, or a later one began.
+            drain: identity of this drain. The version stays loaded if routing has added it again meanwhile, even if a
+                later drain has begun.
         """
         await asyncio.sleep(self._limits.drain_s)
         await self._engine.drained(local.version)
@@ -276,10 +280,10 @@ class Fleet:
     # Rules
 
     def _check(self, local: _LocalVersion, manifest: Manifest) -> None:
-        """Check that a manifest is that of the version to load, with the tokenizer of the model's other versions.
+        """Check that a manifest is that of the version to load, and that its model's versions have one tokenizer.
 
         Raises:
-            VersionUnusable: it does not fit.
+            VersionUnusable: the manifest or the tokenizer differs.
         """
         if manifest.version != local.version:
             raise VersionUnusable(f"{local.version}: its manifest is that of {manifest.version}")
@@ -309,7 +313,7 @@ class Fleet:
         raise _BaseNotReady
 
     async def _tokenizer(self, manifest: Manifest, folder: Path) -> ChatTokenizer:
-        """Return the tokenizer of a version. An adapter uses that of its base; equal tokenizers are shared."""
+        """Return the tokenizer of a version: that of the base for an adapter. Versions with equal files share one."""
         if manifest.kind == "lora":
             base = self._local.get(manifest.base or "")
             if (
@@ -326,11 +330,11 @@ class Fleet:
                 return other.tokenizer
         return await asyncio.to_thread(ChatTokenizer, folder, manifest)
 
-    def _served(self, local: _LocalVersion) -> Served | None:
+    def _served(self, local: _LocalVersion) -> ReadyVersion | None:
         if local.tokenizer is None or local.manifest is None:
             return None
         context = self._engine.context_tokens(local.version)
-        return Served(local.version, local.tokenizer, context, local.loaded_at_s, local.manifest.parent)
+        return ReadyVersion(local.version, local.tokenizer, context, local.loaded_at_s, local.manifest.parent)
 
     def _set(self, local: _LocalVersion, state: LoadState) -> None:
         local.state = state
@@ -375,7 +379,7 @@ def _check_probe(version: str, probe: Probe) -> None:
 
 
 def _report_tokens_without_row(version: str, tokenizer: ChatTokenizer, vocabulary: int) -> None:
-    """Log the tokens of the tokenizer that the model does not have. Requests with one of them are refused."""
+    """Log the tokenizer's tokens whose ids exceed the model's vocabulary. Requests with one of them are refused."""
     outside = tokenizer.tokens_from(vocabulary)
     if outside:
         log.warning(
@@ -392,7 +396,10 @@ def _same_tokenizer(left: Manifest, right: Manifest) -> bool:
 
 
 def _differing_file(left: Manifest, right: Manifest) -> str:
-    """Return a file that affects tokenization and differs; empty if there is none. Adapters use their base's files."""
+    """Return the first path whose file affects tokenization and differs between two versions of a model.
+
+    It is empty if there is none, and for adapters, which use their base's files.
+    """
     if "lora" in (left.kind, right.kind):
         return ""
     left_files, right_files = left.token_files, right.token_files

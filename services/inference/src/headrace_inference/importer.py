@@ -217,7 +217,7 @@ def _check_files(folder: Path) -> None:
 
 
 def _files(blobs: BlobStore, folder: Path) -> tuple[File, ...]:
-    """Return the files of the version with their digests. They are not stored yet. Raises `VersionUnusable`."""
+    """Return references with digests to the files of `folder`, before they are stored. Raises `VersionUnusable`."""
     for problem in find_irregular_files(folder):
         raise VersionUnusable(f"{folder}: {problem}")
     paths = [path for path in versions.model_files(folder) if path.name != MANIFEST_FILE]
@@ -229,10 +229,10 @@ def _with_fingerprint(draft: Manifest, fingerprint: Fingerprint) -> Manifest:
 
 
 def _check_tokenizer(tokenizer: ChatTokenizer, model: Model, folder: Path) -> None:
-    """Check that the tokenizer has a chat template that works and only ids that the model knows.
+    """Check that the tokenizer's chat template renders a message and that all token ids are in the model's vocabulary.
 
     Raises:
-        VersionUnusable: it does not fit the model.
+        VersionUnusable: one of the two is not so.
     """
     last = tokenizer.last_id
     if last >= model.vocabulary:
@@ -247,7 +247,7 @@ def _check_tokenizer(tokenizer: ChatTokenizer, model: Model, folder: Path) -> No
 
 
 def fingerprint_of(folder: Path, adapter: Path | None, device: torch.device, dtype: torch.dtype | None) -> Fingerprint:
-    """Return the fingerprint of the weights in `folder`, with the adapter applied. The model is released afterwards.
+    """Load the model in `folder`, with the adapter if there is one, and return the fingerprint of its weights.
 
     Raises:
         VersionUnusable: the weights cannot be loaded, or their logprobs are not finite.
@@ -298,7 +298,7 @@ SERVICE = Service(
 
 
 def merge_adapter(blobs: BlobStore, adapter: BlobRef, base: BlobRef, target: Path) -> None:
-    """Write the merged model to a folder that transformers and vLLM can load.
+    """Merge an adapter with its base, and write the model into the folder `target` for transformers and vLLM.
 
     The weights are added in float32 and rounded once to the base's type. Tokenizer, templates and generation settings
     are copies of the base's files.

@@ -10,7 +10,7 @@ from headrace_inference.errors import EngineFailed, Overloaded
 
 
 class OpenStreams:
-    """The unfinished streams of one engine.
+    """The streams of all unfinished generations of one engine.
 
     Args:
         abort: function that is called with a stream that was closed before all of its choices ended.
@@ -89,7 +89,7 @@ class Stream:
     def put(self, piece: Tokens | EngineFailed) -> None:
         """Add tokens of one choice to the queue, or an error that ends all choices.
 
-        Pieces after the end are ignored.
+        Calls after the end of the choice or of the stream have no effect.
         """
         if not self.unfinished:
             return

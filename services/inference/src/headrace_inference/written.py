@@ -55,8 +55,8 @@ _PLACEHOLDER = Fingerprint(token_ids=(0, 0), logprobs=(0.0,))
 _UNBOUNDED = 1 << 30
 
 
-class Unwritable(HeadraceError):
-    """The messages have no tokens that could be trained. `kind` is a stable code of the reason."""
+class UntrainableConversation(HeadraceError):
+    """Error: a written conversation cannot be tokenized for training. `kind` is a stable code of the reason."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -65,7 +65,7 @@ class Unwritable(HeadraceError):
 
 @dataclass(slots=True)
 class _Sequence:
-    """A branch that a later answer may continue. `text` is the rendered text of its tokens."""
+    """A token sequence that a later answer may continue. `text` is the rendered text of its tokens."""
 
     text: str
     token_ids: list[int]
@@ -73,7 +73,7 @@ class _Sequence:
 
 
 class ConversationWriter:
-    """Tokenizer of written conversations for one base. Sequences longer than `tokens_max` are refused."""
+    """Tokenizer of conversations that people wrote, for one base. It refuses sequences longer than `tokens_max`."""
 
     def __init__(self, tokenizer: ChatTokenizer, parsers: Parsers, tokens_max: int) -> None:
         self._tokenizer = tokenizer
@@ -89,14 +89,18 @@ class ConversationWriter:
         *,
         with_texts: bool = False,
     ) -> tuple[WrittenBranch, ...]:
-        """Return the branches of a conversation. Their spans are the assistant's messages in `answer`.
+        """Return the token sequences (branches) of a conversation, whose spans are the assistant's messages in
+        `answer`.
 
         Args:
-            untrained: indices of messages that are not trained.
+            prompt: the messages before the answer, which are not trained.
+            answer: the further messages, which end with an assistant's message.
+            tools: the tools that the model was offered.
+            untrained: indices, counted from the first message of `prompt`, of messages that are not trained.
             with_texts: whether the branches contain the texts of their tokens.
 
         Raises:
-            Unwritable: the conversation has no tokens that could be trained.
+            UntrainableConversation: the conversation has no tokens that could be trained.
         """
         messages = [*prompt, *answer]
         offered = [tool.model_dump(mode="json", exclude_none=True) for tool in tools]
@@ -105,11 +109,12 @@ class ConversationWriter:
             if message.role == "assistant" and index >= len(prompt) and index not in untrained:
                 self._add_answer(sequences, messages[: index + 1], offered)
         if not sequences:
-            raise Unwritable("empty", "the row has no answer that could be trained")
+            raise UntrainableConversation("empty", "the row has no answer that could be trained")
         return tuple(self._branch(sequence, with_texts=with_texts) for sequence in sequences)
 
     def _add_answer(self, sequences: list[_Sequence], messages: Sequence[Message], tools: Sequence[Any]) -> None:
-        """Add the last of `messages` to the last sequence if its prompt continues that one, or else to a new one."""
+        """Add the answer `messages[-1]` to the last sequence if its prompt continues it, otherwise to a new
+        sequence."""
         index = len(messages) - 1
         prompt, answer, eos = self._render(messages, tools)
         self._check_prompt(messages[:-1], prompt)
@@ -123,27 +128,31 @@ class ConversationWriter:
             sequences.append(sequence)
         answer_ids = [*self._encode_answer(prompt, answer, index), eos]
         if not sequence.token_ids:
-            raise Unwritable("template", f"message {index + 1}: the chat template writes nothing before the answer")
+            raise UntrainableConversation(
+                "template", f"message {index + 1}: the chat template writes nothing before the answer"
+            )
         sequence.spans.append(WrittenSpan(start=len(sequence.token_ids), length=len(answer_ids), message=index))
         sequence.token_ids += answer_ids
         sequence.text = prompt + answer + self._tokenizer.eos_text
         if len(sequence.token_ids) > self.tokens_max:
-            raise Unwritable("too_long", f"{len(sequence.token_ids)} tokens; at most {self.tokens_max} can be trained")
+            raise UntrainableConversation(
+                "too_long", f"{len(sequence.token_ids)} tokens; at most {self.tokens_max} can be trained"
+            )
 
     def _render(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[str, str, int]:
         """Return the rendered prompt of the last message, the rendered message, and the token that ends it."""
         index = len(messages) - 1
         tokenizer = self._tokenizer
         if not tokenizer.eos_text or tokenizer.eos_id is None:
-            raise Unwritable("template", "the tokenizer has no eos_token, so no answer would end")
+            raise UntrainableConversation("template", "the tokenizer has no eos_token, so no answer would end")
         template_messages = list(map(template_message, messages))
         try:
             prompt = tokenizer.render(template_messages[:-1], tools, {})
             conversation = tokenizer.render(template_messages, tools, {}, open_answer=False)
         except Refused as error:
-            raise Unwritable("template", f"message {index + 1}: {error}") from None
+            raise UntrainableConversation("template", f"message {index + 1}: {error}") from None
         if not conversation.startswith(prompt):
-            raise Unwritable(
+            raise UntrainableConversation(
                 "template",
                 f"message {index + 1}: the chat template renders the earlier messages differently once this answer is "
                 f"added; {_difference(prompt, conversation)}",
@@ -151,20 +160,24 @@ class ConversationWriter:
         rest = conversation[len(prompt) :]
         end = rest.find(tokenizer.eos_text)
         if end < 0:
-            raise Unwritable(
+            raise UntrainableConversation(
                 "template", f"message {index + 1}: the chat template does not end an answer with {tokenizer.eos_text!r}"
             )
         return prompt, rest[:end], tokenizer.eos_id
 
     def _encode_answer(self, prompt: str, answer: str, index: int) -> list[int]:
-        """Tokenize an answer together with its prompt if that does not change the prompt's tokens, or else alone."""
+        """Return the tokens of an answer: tokenized together with `prompt` if the prompt's tokens stay equal, else
+        alone.
+
+        `index` is the number of the message, for error messages.
+        """
         tokenizer = self._tokenizer
         prompt_ids, all_ids = tokenizer.encode(prompt), tokenizer.encode(prompt + answer)
         separable = all_ids[: len(prompt_ids)] == prompt_ids
         ids = all_ids[len(prompt_ids) :] if separable else tokenizer.encode(answer)
         decoded, original = tokenizer.decode(ids), tokenizer.plain(answer)
         if _without_whitespace(decoded) != _without_whitespace(original):
-            raise Unwritable(
+            raise UntrainableConversation(
                 "tokenizer",
                 f"message {index + 1}: the tokenizer cannot represent it; "
                 f"{_difference(original.strip(), decoded.strip())}",
@@ -172,14 +185,14 @@ class ConversationWriter:
         return ids
 
     def _check_prompt(self, messages: Sequence[Message], prompt: str) -> None:
-        """Check that the prompt contains the earlier messages. Only earlier reasoning may be missing."""
+        """Check that the rendered prompt contains the content of all earlier messages, except their reasoning."""
         text = self._tokenizer.plain(prompt)
         for index, message in enumerate(messages):
             content = message.text
             if message.role == "assistant":
                 content = meaning(self._tokenizer, content, AnswerSyntax(reasoning=self._parsers.reasoning))[1]
             if not any(form in text for form in _spellings(content.strip())):
-                raise Unwritable(
+                raise UntrainableConversation(
                     "template",
                     f"message {index + 1}: the chat template drops or changes the content of the {message.role}: "
                     f"{_short(content)}",
@@ -195,7 +208,7 @@ class ConversationWriter:
             return
         words = ("reasoning", "content", "tool calls")
         part = next(number for number in range(3) if parsed[number] != written[number])
-        raise Unwritable(
+        raise UntrainableConversation(
             "template",
             f"message {index + 1}: its {words[part]} would be read as {_short(parsed[part])}, and "
             f"{_short(written[part])} was written; the chat template drops or changes it, or inference.tool_parser and "
@@ -216,7 +229,7 @@ class ConversationWriter:
 
 
 def _written_meaning(tokenizer: ChatTokenizer, message: Message, syntax: AnswerSyntax) -> Meaning:
-    """Return the meaning of a written message. Tags of reasoning or calls in its content are parsed, too."""
+    """Return content, reasoning and tool calls of a written message, after parsing such tags in its content."""
     inside = AnswerSyntax(syntax.tools, syntax.reasoning, syntax.reasoning_opened and "</" in message.text)
     reasoning, content, calls = meaning(tokenizer, message.text, inside)
     written = [(call.function.name, argument_value(call.function.arguments)) for call in message.tool_calls or ()]
@@ -224,7 +237,7 @@ def _written_meaning(tokenizer: ChatTokenizer, message: Message, syntax: AnswerS
 
 
 def _spellings(content: str) -> tuple[str, ...]:
-    """Return the content as it is and inside a JSON string, as some templates write tool results."""
+    """Return the content unchanged and as the inside of a JSON string, as some templates write tool results."""
     return content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]
 
 
@@ -283,16 +296,13 @@ def write_row(writer: ConversationWriter, row: RowLine) -> WrittenLine | Refused
             writer.write(row.prompt, answer, row.tools, frozenset(row.untrained), with_texts=row.shown)
             for answer in row.answers
         )
-    except Unwritable as error:
+    except UntrainableConversation as error:
         return RefusedLine(number=row.number, kind=error.kind, reason=str(error))
     return WrittenLine(number=row.number, answers=answers)
 
 
 def _manifest(folder: Path) -> Manifest:
-    """Return a placeholder manifest of a folder, which only checks its tokenizer.
-
-    It has no weights and no real fingerprint.
-    """
+    """Return a manifest of a folder without weights and with a placeholder fingerprint, to open its tokenizer."""
     paths = [path for path in versions.model_files(folder) if not versions.is_weights(path.name)]
     files = [(path.relative_to(folder).as_posix(), versions.file_digest(path), path.stat().st_size) for path in paths]
     return Manifest(

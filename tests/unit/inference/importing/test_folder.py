@@ -317,7 +317,7 @@ async def refused(rig: Rig, served: ServedVersion, *other_versions: ServedVersio
     await rig.until(lambda: rig.states.get(served.version) == "failed")
     reason = rig.error(served)
     with pytest.raises(UnknownVersion):
-        rig.fleet.find(served.version)
+        rig.fleet.find_version(served.version)
     assert served.version not in rig.engine.held
     rig.route(*other_versions)
     await rig.until(lambda: served.version not in rig.states)

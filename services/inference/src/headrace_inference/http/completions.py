@@ -44,7 +44,7 @@ class _Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class _PreparedRequest:
     """A checked request in the form that the engine takes: prompt, sampling settings, and the choices to be sampled."""
 
     prompt: Prompt
@@ -52,7 +52,7 @@ class _Prepared:
     choices: list[_Choice]
     starts: list[Start]
     form: AnswerForm | None
-    """Form that the answers must have."""
+    """Constraints of `response_format` and `tool_choice` on the answers, or None."""
     opened: bool
     """Whether the prompt ends inside reasoning."""
     grammar: TokenGrammar | None = None
@@ -89,8 +89,11 @@ class Completions:
         """Start the generation for a chat request. The caller must close the completion.
 
         Args:
+            request: the checked request.
+            version: the version that answers.
+            tokenizer: the version's tokenizer.
             size_bytes: size of the request's body; a large prompt is built in a thread.
-            share: client by which the engine divides its capacity.
+            share: key by which the engine shares its capacity fairly.
 
         Raises:
             Refused: the request cannot be served.
@@ -137,8 +140,8 @@ class Completions:
         return await engine.score(version, answers)
 
     async def _add_grammar(
-        self, prepared: _Prepared, form: AnswerForm, version: str, tokenizer: ChatTokenizer, tenant: str
-    ) -> _Prepared:
+        self, prepared: _PreparedRequest, form: AnswerForm, version: str, tokenizer: ChatTokenizer, tenant: str
+    ) -> _PreparedRequest:
         """Compile the grammar of the form, and return the request with the grammar and a guide for each choice."""
         if not self._engine.grammars:
             field = TOOL_CHOICE if form.forced else RESPONSE_FORMAT
@@ -154,7 +157,7 @@ class Completions:
         record = grammar.record if self._engine.reports_sets else None
         return replace(prepared, sampling=sampling, starts=starts, grammar=record)
 
-    def _prepare(self, request: ChatRequest, version: str, tokenizer: ChatTokenizer) -> _Prepared:
+    def _prepare(self, request: ChatRequest, version: str, tokenizer: ChatTokenizer) -> _PreparedRequest:
         """Render and tokenize the prompt, and create the choices. May be called in any thread."""
         tools = request.offered_tools
         prompt = self._prompt(request, tokenizer)
@@ -183,7 +186,7 @@ class Completions:
                 self._resume(choice, resumed, watch, request, version, tokenizer)
             if choice.finish is None and not choice.complete:
                 starts.append(Start(index, choice.answer.token_ids.copy(), watch))
-        return _Prepared(prompt, sampling, choices, starts, request.form, syntax.reasoning_opened)
+        return _PreparedRequest(prompt, sampling, choices, starts, request.form, syntax.reasoning_opened)
 
     def _prompt(self, request: ChatRequest, tokenizer: ChatTokenizer) -> Prompt:
         """Return the prompt of the request: its messages as the chat template renders them, or a raw prompt."""
@@ -208,7 +211,7 @@ class Completions:
         version: str,
         tokenizer: ChatTokenizer,
     ) -> None:
-        """Replay the tokens of a choice that the client has received, and store the end that they cause, if any."""
+        """Add to `choice` the tokens that the client has received already, and set its finish reason if they end it."""
         ids = resumed.token_ids
         self._check_ids(ids, version, tokenizer, RESUME)
         choice.resumed = True
@@ -298,8 +301,9 @@ class Completion:
         yield wire.DONE
 
     def _opening(self) -> list[bytes]:
-        """Return the first events of a stream: the prompt, new choices, and ends of resumed choices that the client
-        did not get."""
+        """Return the first events of a stream: the prompt, the openings of new choices, and the ends of resumed choices
+        that the client has not received.
+        """
         prompt_ids = self._prompt.token_ids
         new = [choice.index for choice in self._choices if not choice.resumed]
         events = [self._wire.opening(index, prompt_ids, first=index == new[0]) for index in new]

@@ -32,8 +32,8 @@ from headrace_schemas.http.replica_api import BACKGROUND, PURPOSE_HEADER, SESSIO
 T = TypeVar("T")
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Return the result of `work`. If the client disconnects first, cancel `work` and return None.
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Run `work` and return its result. If the client disconnects first, cancel `work` and return None.
 
     The request's body must have been read.
     """
@@ -61,7 +61,7 @@ class EventStream(Response):
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_disconnected(receive, self._send(send))
+            await run_until_disconnect(receive, self._send(send))
         finally:
             self._close()
 
@@ -81,7 +81,7 @@ _SESSION_LENGTH_MAX = 64
 
 
 @dataclass(frozen=True)
-class Served:
+class ReadyVersion:
     """A loaded version with everything that a request needs: tokenizer, context length and time of loading."""
 
     version: str
@@ -92,12 +92,12 @@ class Served:
 
 
 class Versions(Protocol):
-    """Model versions that are loaded on this replica, as the HTTP routes look them up."""
+    """Interface by which the HTTP routes look up the versions on this replica."""
 
-    def serving(self) -> Sequence[Served]:
+    def serving_versions(self) -> Sequence[ReadyVersion]:
         """Return all versions that answer now."""
 
-    def find(self, model: str) -> Served:
+    def find_version(self, model: str) -> ReadyVersion:
         """Return an exact version, or the only ready version of a model. Raises `UnknownVersion`."""
 
 
@@ -150,7 +150,7 @@ class Api:
                 "parent": served.parent,
                 "max_model_len": served.context_tokens,
             }
-            for served in self._versions.serving()
+            for served in self._versions.serving_versions()
         ]
         return JSONResponse({"object": "list", "data": listed})
 
@@ -161,7 +161,7 @@ class Api:
         web.require_internal_key(request, self._common)
         body = await _body(request, self._limits.body_bytes_max)
         score_request = await self._worker_threads.run(len(body), partial(_score_request, body))
-        served = self._versions.find(score_request.model)
+        served = self._versions.find_version(score_request.model)
         logprobs = await self._completions.score(served.version, score_request.answers)
         metrics.REQUESTS.labels("200").inc()
         scored = ScoredAnswers(logprobs=tuple(tuple(answer) for answer in logprobs))
@@ -172,7 +172,7 @@ class Api:
         with logs.span(request.headers.get("traceparent")):
             body = await _body(request, self._limits.body_bytes_max)
             chat = await self._worker_threads.run(len(body), partial(self._parse, body))
-            served = self._versions.find(chat.model)
+            served = self._versions.find_version(chat.model)
             completion = await self._completions.begin(
                 chat, served.version, served.tokenizer, len(body), _share_of(request)
             )
@@ -182,7 +182,7 @@ class Api:
             events = completion.stream(include_usage=options is not None and options.include_usage)
             return EventStream(events, completion.close)
         try:
-            answer = await unless_disconnected(request.receive, completion.complete())
+            answer = await run_until_disconnect(request.receive, completion.complete())
         finally:
             completion.close()
         if answer is None:
@@ -196,9 +196,9 @@ class Api:
 
 
 def _share_of(request: Request) -> Share:
-    """Return the session and the purpose of a call that the gateway forwards (`headrace_schemas.http.replica_api`).
+    """Return the fairness key of a call with session and purpose from the gateway's headers, without the tenant's salt.
 
-    The salt is in the body of the request.
+    The salt is in the body of the request. `headrace_schemas.http.replica_api` describes the headers.
     """
     session = web.header_of(request, SESSION_HEADER)[:_SESSION_LENGTH_MAX]
     return Share(session=session, background=web.header_of(request, PURPOSE_HEADER) == BACKGROUND)

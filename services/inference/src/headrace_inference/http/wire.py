@@ -38,7 +38,7 @@ class StreamOptions(Model):
 
 
 class ChatMessage(Message):
-    """A message with further fields that SDKs send back with answers. They must be empty."""
+    """A message of a request. SDKs send some further fields back with an earlier answer, which must be empty."""
 
     name: Annotated[Text | None, BeforeValidator(none_if_empty)] = None
     refusal: None = None
@@ -95,11 +95,11 @@ class ChatRequest(Model):
         if self.max_tokens and self.max_completion_tokens and self.max_tokens != self.max_completion_tokens:
             raise ValueError("max_tokens and max_completion_tokens differ; send one of them")
         if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs needs logprobs: true")
+            raise ValueError("top_logprobs: needs logprobs: true")
         if self.headrace_resume and not self.stream:
-            raise ValueError("headrace_resume needs stream: true")
+            raise ValueError("headrace_resume: needs stream: true")
         if self.stream_options and not self.stream:
-            raise ValueError("stream_options needs stream: true")
+            raise ValueError("stream_options: needs stream: true")
         if self.headrace_prompt and (len(self.messages) > 1 or self.tools or self.form or self.headrace_history):
             raise ValueError("headrace_prompt needs a single message, without tools, response_format and history")
         if self.ignore_eos and constrained_fields(self.response_format, self.tool_choice):
@@ -244,7 +244,7 @@ class ResponseFormatter:
         return b"".join([to_json(body)[:-1], b',"logprobs":{"content":[', b",".join(entries), b"]}}"])
 
     def opening(self, choice: int, prompt_ids: Sequence[int], *, first: bool) -> bytes:
-        """Return the chunk that opens a choice. The first one of a stream contains the prompt's token ids."""
+        """Return the chunk that opens a choice. With `first` it also contains the prompt's token ids."""
         delta = {"role": "assistant", "content": ""}
         opened: Json = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None}
         body = self._frame("chat.completion.chunk", [opened])
@@ -255,7 +255,7 @@ class ResponseFormatter:
         return _event(self._frame("chat.completion.chunk", []) | self._about_prompt(prompt_ids))
 
     def chunk(self, tokens: Tokens, delta: Delta, first_call: int, finish: str | None) -> bytes:
-        """Return a chunk with new tokens of a choice and the text that they complete, which may be empty."""
+        """Return a chunk with new tokens of a choice and `delta`, the text that they complete, which may be empty."""
         fields: Json = {}
         if delta.reasoning:
             fields["reasoning_content"] = delta.reasoning
@@ -313,7 +313,7 @@ def error_event(message: str, code: str) -> bytes:
 
 
 def usage(prompt: int, completion: int, cached: int) -> Json:
-    """Return the usage block for these numbers of tokens."""
+    """Return the usage block for these numbers of prompt, completion and cached prompt tokens."""
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
