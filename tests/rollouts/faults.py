@@ -213,10 +213,10 @@ class Inspected:
             self._route(self._models.first.served, *dependencies, served)
             await self._until(lambda: self._state(served) in ("ready", "failed"))
             if self._state(served) == "ready":
-                self._fleet.find(served.version)
+                self._fleet.find_version(served.version)
                 return None
             with contextlib.suppress(UnknownVersion):
-                self._fleet.find(served.version)
+                self._fleet.find_version(served.version)
                 return None
             loaded_before = served.version in self._engine._models
             assert not loaded_before, f"{served.version} was refused, and the engine holds it"

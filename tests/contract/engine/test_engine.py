@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from headrace_inference.chat.answer import Answer, AnswerSyntax
+from headrace_inference.chat.answer import AnswerParser, AnswerSyntax
 from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, ParserContext, Parsers
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.engine import Engine, Sampling, Start
@@ -246,7 +246,7 @@ def read(tokenizer: ChatTokenizer, parsers: Parsers, text: str) -> tuple[str, st
         Tool.model_validate({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}})
         for name in ("search", "read")
     ]
-    answer = Answer(
+    answer = AnswerParser(
         tokenizer,
         AnswerSyntax.of("", parsers, tools=True, context=ParserContext(tokenizer.transformers_tokenizer, tools)),
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace_inference.chat.answer import Answer, AnswerSyntax
+from headrace_inference.chat.answer import AnswerParser, AnswerSyntax
 from headrace_inference.chat.exact import ExactPrompts, Prompt
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.reasoning import THINK
@@ -47,7 +47,7 @@ class Conversation:
     def answer(self, prompt: Prompt, ids: list[int], stops: Sequence[str] = ()) -> Message:
         """Return the message that the client receives for the sampled `ids`."""
         syntax = AnswerSyntax.of(prompt.text, Parsers(HERMES, THINK), tools=bool(self.tools), stops=stops)
-        answer = Answer(self.tokenizer, syntax)
+        answer = AnswerParser(self.tokenizer, syntax)
         answer.feed(ids)
         answer.end()
         self.prompts.remember(prompt, answer.message, ids, stop=answer.stop)

@@ -46,7 +46,11 @@ class AnswerSyntax:
         """Return the syntax of the answers to a rendered prompt.
 
         Args:
-            tools: whether the request offers tools. Without tools, calls are read as content.
+            prompt: the rendered prompt, whose end determines whether reasoning is open.
+            parsers: the parsers of the replica.
+            tools: whether the request offers tools. Without tools, tool calls are parsed as content.
+            stops: the stop strings of the request.
+            context: context for parsers that read tokens.
         """
         tool_parser = parsers.tools if tools else NO_TOOLS
         return cls(tool_parser, parsers.reasoning, parsers.reasoning.opened(prompt), stops, context)
@@ -59,7 +63,7 @@ class AnswerSyntax:
 
 @dataclass(slots=True)
 class Delta:
-    """Piece of an answer since the previous piece: its new reasoning, content and tool calls."""
+    """New reasoning, content and tool calls of an answer since the previous delta."""
 
     reasoning: str = ""
     content: str = ""
@@ -72,7 +76,7 @@ class Delta:
         return self
 
 
-class Text:
+class AnswerTextParser:
     """Parser of an answer's text into deltas, fed piece by piece. `total` is the sum of all deltas."""
 
     def __init__(self, syntax: AnswerSyntax) -> None:
@@ -135,7 +139,7 @@ class Text:
         return self._stop.complete
 
 
-class Answer:
+class AnswerParser:
     """Parser of an answer's tokens into reasoning, content and tool calls.
 
     It does not affect which tokens are sampled.
@@ -143,7 +147,7 @@ class Answer:
 
     def __init__(self, tokenizer: ChatTokenizer, syntax: AnswerSyntax) -> None:
         self._tokens = tokenizer.stream(special_as_text=syntax.by_token)
-        self._text = Text(syntax)
+        self._text = AnswerTextParser(syntax)
         self._by_token = syntax.by_token
         self.token_ids: list[int] = []
 
@@ -158,7 +162,7 @@ class Answer:
         return delta
 
     def end(self) -> Delta:
-        """Finish the answer after its last token, and return the text that was still buffered."""
+        """Finish the answer after its last token, and return the rest of the answer, which was still buffered."""
         return self._text.end(self._tokens.end())
 
     @property
@@ -189,9 +193,9 @@ class Answer:
 
 
 class StopWatch:
-    """Detector of stop strings in sampled tokens.
+    """Function object that the engine calls with each sampled token: returns whether a stop string has occurred.
 
-    The engine calls it with each token (`headrace_inference.engine.Start.until`).
+    It is a `headrace_inference.engine.Start.until`.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, stops: Sequence[str]) -> None:
@@ -199,7 +203,7 @@ class StopWatch:
         self._stop = StopStrings(stops)
 
     def replay(self, token_ids: Sequence[int]) -> bool:
-        """Read tokens, and return whether the text so far contains a stop string."""
+        """Add tokens that were sampled earlier, and return whether the text so far contains a stop string."""
         self._stop.feed(self._tokens.feed(token_ids))
         return self._stop.complete is not None
 

@@ -25,14 +25,15 @@ _OPEN_MAX = 16
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class Decoding:
-    """Decoder of lists of tokens, shared by all `Detokenizer`s of a tokenizer. Tokens in `silent` have no text."""
+class TokenDecoder:
+    """Stateless decoder of token lists, shared by all `Detokenizer`s of a tokenizer. Tokens in `silent` have no
+    text."""
 
     def __init__(self, tokenizer: Any, silent: AbstractSet[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
         self.silent = silent
 
-    def of(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens that are decoded together.
 
         A run of byte tokens that is not valid UTF-8 becomes replacement characters only.
@@ -40,9 +41,9 @@ class Decoding:
         text: str = self._tokenizer.decode([i for i in ids if i not in self.silent], skip_special_tokens=False)
         return text
 
-    def after(self, before: Sequence[int], ids: Sequence[int]) -> str:
+    def decode_after(self, before: Sequence[int], ids: Sequence[int]) -> str:
         """Return the text of tokens after the tokens in `before`, on which it may depend."""
-        return self.of([*before, *ids])[len(self.of(before)) :]
+        return self.decode([*before, *ids])[len(self.decode(before)) :]
 
     @cached_property
     def bytes_of(self) -> dict[int, int]:
@@ -54,9 +55,9 @@ class Decoding:
 
     @cached_property
     def placeholder_tokens(self) -> list[int]:
-        """List with the byte token of "?", or an empty list if the tokenizer has no byte tokens.
+        """The byte token of "?" as a list, which is empty if the tokenizer has no byte tokens.
 
-        When words are decoded after a character that byte tokens spell, it takes the place of these byte tokens.
+        When words are decoded after a character that consists of byte tokens, it replaces these byte tokens.
         """
         return [token for token, byte in self.bytes_of.items() if byte == ord("?")]
 
@@ -71,7 +72,7 @@ class Detokenizer:
     text back.
     """
 
-    def __init__(self, decoding: Decoding) -> None:
+    def __init__(self, decoding: TokenDecoder) -> None:
         self._decoding = decoding
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self._before: list[int] = []
@@ -116,15 +117,15 @@ class Detokenizer:
         return text
 
     def _certain_text(self, text: str) -> str:
-        """Return the beginning of the open `text` that no later token changes: only its last three bytes may.
+        """Return the beginning of `text` that later tokens cannot change: all but its last three bytes.
 
-        A model may sample bytes that are no characters without end. Decoding all of them for each token would take
-        seconds per thousand tokens.
+        This bounds the buffered text if a model samples endless bytes that are no characters. Decoding all of them for
+        each token would take seconds per thousand tokens.
         """
         for count in range(len(self._open) - _INCOMPLETE_MAX, 0, -1):
             first, rest = self._open[:count], self._open[count:]
-            head = self._decoding.after(self._before, first)
-            if head + self._decoding.after(first[-_CONTEXT:], rest) == text:
+            head = self._decoding.decode_after(self._before, first)
+            if head + self._decoding.decode_after(first[-_CONTEXT:], rest) == text:
                 self._before, self._open = [*self._before, *first][-_CONTEXT:], rest
                 return head
         return self._rest() if len(self._open) >= 4 * _OPEN_MAX else ""
@@ -137,4 +138,4 @@ class Detokenizer:
         return text
 
     def _open_text(self, more: Sequence[int]) -> str:
-        return self._decoding.after(self._before, [*self._open, *more])
+        return self._decoding.decode_after(self._before, [*self._open, *more])

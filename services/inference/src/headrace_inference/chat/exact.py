@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pydantic import JsonValue
 
 from headrace_inference import metrics
-from headrace_inference.chat.answer import Answer, AnswerSyntax, Text
+from headrace_inference.chat.answer import AnswerParser, AnswerSyntax, AnswerTextParser
 from headrace_inference.chat.parsers import ParserContext, Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
 from headrace_runtime.chat_messages import argument_value, template_message
@@ -45,7 +45,7 @@ Meaning = tuple[str, str, list[tuple[str, JsonValue]]]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as tokens and as rendered text, with the digest of the conversation up to it."""
+    """A prompt as token ids and as rendered text, with the digest of the messages that it was rendered from."""
 
     token_ids: list[int]
     text: str
@@ -57,7 +57,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """The exact tokens of a prompt and its answer, remembered for the next prompt of the conversation."""
+    """Stored tokens of a prompt and its answer, which the next prompt of the conversation reuses."""
 
     prompt_text: str
     prompt_length: int
@@ -66,10 +66,10 @@ class _Conversation:
 
 
 class ExactPrompts:
-    """Builder of prompts, with a memory of conversations. Thread-safe.
+    """Builder of prompts that reuses the exact tokens of earlier prompts and answers. Thread-safe.
 
-    The memory is bounded by its number of tokens. Beyond it the tenant with the most tokens loses the conversation that
-    it has not used for longest.
+    The number of stored tokens is bounded. Beyond the bound, the least recently used conversation of the tenant with
+    the most tokens is removed.
     """
 
     def __init__(self, tokens_max: int, parsers: Parsers) -> None:
@@ -88,12 +88,17 @@ class ExactPrompts:
         limits: RenderLimits = UNLIMITED,
         history: History | None = None,
     ) -> Prompt:
-        """Return the prompt of a conversation, with remembered tokens where possible.
+        """Return the prompt of a conversation, with stored tokens where possible.
 
         Args:
+            tokenizer: the version's tokenizer.
+            messages: the conversation.
+            tools: the tools that the request offers.
             extra: variables for the chat template.
-            salt: only conversations with the same salt are used.
-            history: an earlier call of this conversation, which another replica or this one before a restart answered.
+            salt: stands for the tenant. Only conversations with the same salt are used.
+            limits: bounds of rendering.
+            history: tokens of an earlier call of this conversation, which the gateway sent because another replica, or
+                this one before a restart, answered it.
 
         Raises:
             Refused: the chat template refuses the messages (`ChatTokenizer.render`).
@@ -106,14 +111,16 @@ class ExactPrompts:
             return tokenizer.render(list(map(template_message, messages[:count])), offered, extra, limits)
 
         conversation = self._newest(messages, chain, salt, history, earlier_prompt)
-        ids = self._continued(tokenizer, text, conversation, tools)
+        ids = self._continued_tokens(tokenizer, text, conversation, tools)
         return Prompt(tokenizer.encode(text) if ids is None else ids, text, chain[-1], salt)
 
     def remember(self, prompt: Prompt, message: Message, token_ids: Sequence[int], *, stop: str | None = None) -> None:
-        """Remember the tokens that were sampled for a prompt, so that a later prompt can continue them exactly.
+        """Store the tokens that were sampled for a prompt, so that a later prompt can continue them exactly.
 
         Args:
+            prompt: the prompt.
             message: the message that the client received for these tokens.
+            token_ids: the sampled tokens.
             stop: the stop string that ended the answer; None if none did. Some clients append it to the message that
                 they send back.
         """
@@ -140,9 +147,7 @@ class ExactPrompts:
         history: History | None,
         earlier_prompt: Callable[[int], str],
     ) -> _Conversation | None:
-        """Return the longest remembered conversation with which `messages` begin, or the one that the gateway sent as
-        `history`.
-        """
+        """Return the longest stored conversation with which `messages` begin, or `history` if that is longer."""
         for position in reversed(range(len(messages))):
             if messages[position].role != "assistant":
                 continue
@@ -157,11 +162,12 @@ class ExactPrompts:
                     return None
         return None
 
-    def _continued(
+    def _continued_tokens(
         self, tokenizer: ChatTokenizer, text: str, conversation: _Conversation | None, tools: Sequence[Tool]
     ) -> list[int] | None:
-        """Return the prompt's tokens, composed of the exact tokens of the conversation so far and of those of the new
-        messages; None if the prompt does not continue the conversation.
+        """Return the prompt's tokens: those of `conversation` followed by those of the new messages.
+
+        The result is None if the prompt does not continue the conversation. The outcome is counted.
         """
         if conversation is None:
             metrics.EXACT_PROMPTS.labels("new").inc()
@@ -173,8 +179,10 @@ class ExactPrompts:
     def _continue_conversation(
         self, tokenizer: ChatTokenizer, conversation: _Conversation, text: str, tools: Sequence[Tool]
     ) -> list[int] | None:
-        """Return the remembered ids followed by those of the new text; None if the rendered text differs from the
-        memory."""
+        """Return the ids of `conversation` followed by those of the new text.
+
+        The result is None if the rendered `text` does not begin with the text of the conversation.
+        """
         prompt_text = conversation.prompt_text
         if not text.startswith(prompt_text) or not tokenizer.eos_text or tokenizer.eos_id is None:
             return None
@@ -200,12 +208,12 @@ class ExactPrompts:
 def meaning(tokenizer: ChatTokenizer, text: str, syntax: AnswerSyntax) -> Meaning:
     """Parse the text of an answer into reasoning, content and calls."""
     if syntax.by_token:
-        answer = Answer(tokenizer, syntax)
+        answer = AnswerParser(tokenizer, syntax)
         answer.feed(tokenizer.encode(text))
         answer.end()
         total = answer.total
     else:
-        reader = Text(syntax)
+        reader = AnswerTextParser(syntax)
         reader.feed(text)
         reader.end()
         total = reader.total
@@ -220,7 +228,7 @@ def _digests(
     extra: Mapping[str, JsonValue],
     salt: str,
 ) -> Iterator[bytes]:
-    """Yield one digest per message, of the conversation up to and including it."""
+    """Yield for each message the digest of the conversation up to and including this message."""
     digest = hashlib.sha256(tokenizer.digest + _canonical([salt, tools, extra])).digest()
     for message in messages:
         digest = _chain_digest(digest, message)
@@ -228,7 +236,7 @@ def _digests(
 
 
 def _chain_digest(digest: bytes, message: Message) -> bytes:
-    """Return the digest of a conversation that is continued by `message`.
+    """Return the digest of a conversation with the digest `digest` after `message` is added.
 
     It ignores reasoning, which some clients do not send back, and the name of an answer, which the model did not write.
     The comparison of the rendered text decides whether they matter.

@@ -21,12 +21,12 @@ _CLOSING = {"{": "}", "[": "]"}
 
 
 class MalformedJson(ValueError):
-    """The text does not begin with a JSON object, and no continuation can change that."""
+    """Error: the text does not begin with a JSON object, whatever follows it."""
 
 
 @dataclass(slots=True)
 class ObjectScanner:
-    """Scanner of the JSON object that begins at `start`. Each call of `scan` gets the same text, possibly longer."""
+    """Scanner of the JSON object that begins at `start` of a text, which may grow between calls of `scan`."""
 
     start: int = 0
     end: int | None = None
@@ -54,7 +54,7 @@ class ObjectScanner:
         return True
 
     def _step(self, text: str) -> bool:
-        """Scan one token, and return whether it is complete."""
+        """Scan the next JSON token at the current position. Return False if more text is needed."""
         if self._string_start >= 0:
             return self._string(text)
         character = text[self._at]
@@ -141,15 +141,12 @@ class ObjectScanner:
 
 
 def partial_marker_length(text: str, markers: Sequence[str]) -> int:
-    """Return the length of the longest end of `text` that is the beginning of one of `markers`."""
+    """Return the length of the longest suffix of `text` that is a prefix of one of `markers`."""
     return max((_overlap(text, marker) for marker in markers), default=0)
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Return the length of the end of `text` that begins `mark`.
-
-    It is fast, because every token of an answer needs it.
-    """
+    """Return the length of the longest suffix of `text` that is a proper prefix of `mark`."""
     at = text.find(mark[0], max(len(text) - len(mark) + 1, 0))
     while at >= 0:
         if mark.startswith(text[at:]):
@@ -159,7 +156,7 @@ def _overlap(text: str, mark: str) -> int:
 
 
 class StopStrings:
-    """Filter that passes text on up to the first complete stop string, which it stores as `complete`."""
+    """Filter of streamed text that ends at the first stop string, which it then stores as `complete`."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
@@ -169,7 +166,7 @@ class StopStrings:
         self.complete: str | None = None
 
     def feed(self, text: str) -> str:
-        """Read the next text, and return the part that does not belong to a stop string."""
+        """Add the next piece of text, and return the text that can no longer be part of a stop string."""
         if not self._stops:
             return text
         if self.complete is not None:
@@ -194,13 +191,15 @@ class StopStrings:
 
 
 def _begun_length(stop: str, begun: int, text: str) -> int:
-    """Return the length of the longest beginning of `stop` that a text ends with after `text` was added to it.
+    """Return the length of the longest prefix of `stop` with which a growing text ends after `text` was appended.
 
-    Comparing all beginnings for each token takes milliseconds with long stop strings, which all sequences of a batch
-    wait for. This is the automaton of Knuth, Morris and Pratt (SIAM J. Comput. 6 (1977) 323).
+    It uses the automaton of Knuth, Morris and Pratt (SIAM J. Comput. 6 (1977) 323), because comparing all prefixes for
+    each token takes milliseconds with long stop strings.
 
     Args:
-        begun: the length before `text` was added.
+        stop: the stop string.
+        begun: that length before `text` was appended.
+        text: the appended text.
     """
     if len(text) >= len(stop):  # only the end matters
         text, begun = text[len(text) - len(stop) + 1 :], 0

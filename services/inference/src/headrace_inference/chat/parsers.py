@@ -43,7 +43,7 @@ class ToolReader(Protocol):
         """Read the next text, and return the content and the complete calls that later text cannot change."""
 
     def end(self) -> ParsedText:
-        """End the answer, and return the text that `feed` held back as content, since it did not become a tool call.
+        """End the answer, and return the text that `feed` had buffered: as content, since it is no complete tool call.
 
         `feed` must not be called afterwards.
         """
@@ -58,13 +58,12 @@ class ReasoningReader(Protocol):
         """
 
     def end(self) -> tuple[str, str]:
-        """Return the buffered text as reasoning and answer text. No text follows."""
+        """End the answer, and return the buffered text: reasoning and the text after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParserContext:
-    """Data of a request for parsers that read tokens: the tokenizer of transformers, and the tools that the request
-    offers."""
+    """Data of a request for parsers that read tokens: transformers' tokenizer, and the tools of the request."""
 
     tokenizer: Any
     tools: Sequence[Tool] = ()
@@ -129,7 +128,12 @@ class ReasoningParser:
     check: Callable[[], None] | None = None
 
     def reader(self, context: ParserContext | None, *, opened: bool) -> TokenReasoningReader:
-        """Return a reader of one answer's reasoning. `opened`: whether the prompt ends inside reasoning."""
+        """Return a reader of one answer's reasoning.
+
+        Args:
+            context: context for parsers that read tokens; None for parsers of text.
+            opened: whether the prompt ends inside reasoning.
+        """
         if self.of_tokens is not None and context is not None:
             return self.of_tokens(context)
         assert self.make is not None, "a parser of tokens needs a context"

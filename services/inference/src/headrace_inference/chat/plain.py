@@ -27,8 +27,8 @@ _MARKER = re.compile(r"\W.*\W", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
-class _Control:
-    """A control token of the tokenizer. `left` and `right`: whether it absorbs the whitespace on that side."""
+class _ControlToken:
+    """A control token of the tokenizer. `left` and `right` are whether it strips the whitespace on that side."""
 
     token_id: int
     text: str
@@ -49,7 +49,7 @@ class PlainText:
         self._inner = inner
         self._tags = tags()
         added = inner.get_added_tokens_decoder()
-        self._added = {number: _Control(number, t.content, t.lstrip, t.rstrip) for number, t in added.items()}
+        self._added = {number: _ControlToken(number, t.content, t.lstrip, t.rstrip) for number, t in added.items()}
         self._every = _any_of([token.text for token in self._added.values()])
         markers = [
             token.content for token in added.values() if token.special or self._is_marker(token.content, template)
@@ -67,10 +67,10 @@ class PlainText:
 
     @cached_property
     def _plain_tokenizer(self) -> Any:
-        """Copy of `inner` without control tokens. `_SECRET` is its only added token.
+        """Copy of the tokenizer `inner` without control tokens. `_SECRET` is its only added token.
 
-        `_SECRET` is put before a text that is not at the beginning of the prompt, and its id is dropped, so that the
-        tokenizer does not add the space of a beginning.
+        `_SECRET` is prepended to a text inside of the prompt and its id is removed, because some tokenizers add a space
+        at the beginning of a text.
         """
         from tokenizers import AddedToken, Tokenizer
 
@@ -80,9 +80,9 @@ class PlainText:
         return bare
 
     def mask(self, value: Any, *, answer: bool = False) -> Any:
-        """Return `value` with stand-ins for the control tokens in all of its strings.
+        """Return a copy of the JSON value `value` with stand-ins for the control tokens in all strings.
 
-        In an `answer`, which the model wrote, the tags of calls and reasoning are not replaced.
+        If `answer` is true, the model wrote the value, and the tags of tool calls and reasoning are not replaced.
         """
         if isinstance(value, str):
             return self._mask(value, self._controls if answer else self._markers)
@@ -130,7 +130,7 @@ class PlainText:
         return self._mask_disguised(masked) if self._normalizes else masked
 
     def _mask_disguised(self, text: str) -> str:
-        """Mask text that normalization turns into a control token. Only tokenizing the text reveals it."""
+        """Replace parts of `text` that become control tokens only by the tokenizer's normalization."""
         (encoding,) = self._inner.encode_batch([text], add_special_tokens=False)
         for token, (start, end) in reversed([*zip(encoding.ids, encoding.offsets, strict=True)]):
             if token in self._forbidden and self._added[token].text not in self._tags:
@@ -143,7 +143,7 @@ class PlainText:
     def _number(self, control: str) -> str:
         return f"{_SECRET}{self._numbers[control]:0{_NUMBER_DIGITS}}"
 
-    def _split_by_offsets(self, text: str) -> tuple[list[str], list[_Control], list[int]]:
+    def _split_by_offsets(self, text: str) -> tuple[list[str], list[_ControlToken], list[int]]:
         """Split a text at its control tokens, by the tokenizer's offsets. This is slower than the search in `encode`.
 
         Returns:
@@ -155,7 +155,7 @@ class PlainText:
         return parts, [self._added[encoding.ids[position]] for position in positions], positions
 
     def _encode_plain(self, text: str, *, first: bool) -> list[int]:
-        """Tokenize `text` without control tokens. `first`: whether it is at the beginning of the prompt."""
+        """Tokenize `text` so that no control token results. `first` is whether it begins the prompt."""
         if not text:
             return []
         ids = ids_of(self._plain_tokenizer, text) if first else ids_of(self._plain_tokenizer, _SECRET + text)[1:]
@@ -173,9 +173,9 @@ class PlainText:
         return text in self._tags or (not text.isspace() and _MARKER.fullmatch(text) is not None and text in template)
 
     def _cut_position(self, text: str) -> int:
-        """Return a position inside the control token closest to the middle of `text`, or the middle if there is none.
+        """Return a position at which to cut `text`, inside the control token closest to its middle.
 
-        A control token of a single character cannot be cut, so the position is after it.
+        It is the middle if there is no control token, and after a control token of a single character.
         """
         matches = self._markers.finditer(text) if self._markers else iter(())
         positions = [min(match.start() + 1, len(text) - 1) for match in matches]
@@ -183,7 +183,7 @@ class PlainText:
 
 
 def ids_of(tokenizer: Any, text: str, *, add_special_tokens: bool = False) -> list[int]:
-    """Tokenize a text without holding the interpreter's lock, as `Tokenizer.encode` would."""
+    """Tokenize a text, and release the interpreter's lock meanwhile, which `Tokenizer.encode` does not."""
     (encoding,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     ids: list[int] = encoding.ids
     return ids

@@ -8,10 +8,10 @@ from headrace_inference.chat.parsers import ReasoningParser
 OPEN, CLOSE = "<think>", "</think>"
 
 
-class Reasoning:
-    """The `ReasoningReader` of `<think>` tags before an answer. If there is no closing tag, all text is reasoning.
+class ThinkReader:
+    """`ReasoningReader` that splits an answer at `<think>` and `</think>` at its beginning.
 
-    Tags after the beginning of the answer are text. Whitespace around reasoning belongs to the tags.
+    Without the closing tag all text is reasoning. Later tags are text. Whitespace next to the tags is removed.
 
     Args:
         opened: whether the prompt ends with the opening tag.
@@ -35,17 +35,15 @@ class Reasoning:
         return "", self._after()
 
     def end(self) -> tuple[str, str]:
-        """Return the buffered text as reasoning and answer text. No text follows."""
+        """End the answer, and return the buffered text: reasoning and the text after it."""
         text, self._buffer = self._buffer, ""
         if self._state == "inside":
             return self._strip_reasoning(text), ""
         return "", text
 
     def _is_beginning_certain(self) -> bool:
-        """Decide whether the answer begins with reasoning, and set the state.
-
-        Return False while more text is needed.
-        """
+        """Decide whether the answer begins with reasoning, and store it. Return False if more text is needed for
+        that."""
         start = self._buffer.lstrip()
         if start.startswith(OPEN):
             self._buffer = start[len(OPEN) :]
@@ -86,4 +84,4 @@ class Reasoning:
         return stripped
 
 
-THINK = ReasoningParser(lambda opened: Reasoning(opened=opened), (OPEN, CLOSE), opening=OPEN, closing=CLOSE)
+THINK = ReasoningParser(lambda opened: ThinkReader(opened=opened), (OPEN, CLOSE), opening=OPEN, closing=CLOSE)

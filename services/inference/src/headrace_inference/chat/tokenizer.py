@@ -15,7 +15,7 @@ from typing import Any
 from jinja2 import TemplateError
 from pydantic import JsonValue
 
-from headrace_inference.chat.detokenizer import Decoding, Detokenizer
+from headrace_inference.chat.detokenizer import Detokenizer, TokenDecoder
 from headrace_inference.chat.parsers import tags
 from headrace_inference.chat.plain import PlainText, ids_of
 from headrace_inference.errors import PromptTooLarge, VersionUnusable
@@ -88,8 +88,8 @@ class ChatTokenizer:
         special = {number for number, token in self._inner.get_added_tokens_decoder().items() if token.special}
         self.silent_ids = frozenset((special | self.stop_ids) - tag_ids)
         """Tokens that have no text in answers."""
-        self._decoding = Decoding(self._inner, self.silent_ids)
-        self._with_special = Decoding(self._inner, self.stop_ids)
+        self._decoding = TokenDecoder(self._inner, self.silent_ids)
+        self._with_special = TokenDecoder(self._inner, self.stop_ids)
         self._texts: dict[int, TokenText] = {}
         self._own_arguments = inspect.signature(self._transformers_tokenizer.apply_chat_template).parameters.keys()
 
@@ -105,8 +105,11 @@ class ChatTokenizer:
         """Render messages with the chat template. Control tokens in messages are masked; `plain` restores them.
 
         Args:
+            messages: the conversation.
+            tools: the tools that the request offers, or None.
             extra: variables for the template.
-            open_answer: whether to add the beginning of an answer.
+            limits: bounds of rendering.
+            open_answer: whether to append the template's text that begins an answer.
 
         Raises:
             Refused: the template refuses the messages, or `limits` are exceeded.
@@ -135,10 +138,10 @@ class ChatTokenizer:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether the chat template writes tools into the prompt. A trial tool determines it.
+        """Whether the chat template writes tools into the prompt, as rendering a trial tool shows.
 
-        A template that raises an error for the trial tool counts as one that does, and refuses requests with tools
-        itself.
+        It is also true if the template raises an error for the trial tool, so that the template itself refuses requests
+        with tools.
         """
         try:
             pieces = self._pieces([_TRIAL_MESSAGE], [_TRIAL_TOOL], {}, open_answer=True)
@@ -149,7 +152,7 @@ class ChatTokenizer:
     def _pieces(
         self, messages: list[Any], tools: list[Any] | None, extra: Mapping[str, JsonValue], *, open_answer: bool
     ) -> Iterator[str]:
-        """Yield the pieces of text that `apply_chat_template` would join."""
+        """Render the chat template, and yield its output piece by piece."""
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         compiled = _compile_jinja_template(self._transformers_tokenizer.get_chat_template(None, tools))
@@ -164,7 +167,7 @@ class ChatTokenizer:
         return self._plain.unmask(text)
 
     def encode(self, text: str) -> list[int]:
-        """Tokenize rendered text. Control tokens of the template are control tokens, those of messages are text."""
+        """Tokenize rendered text. Control tokens of the template stay control tokens; those in messages become text."""
         return self._plain.encode(text)
 
     def encode_raw(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -176,7 +179,7 @@ class ChatTokenizer:
         return ids_of(self._inner, text, add_special_tokens=add_special_tokens)
 
     def text_of(self, ids: Sequence[int], *, special_as_text: bool = False) -> str:
-        """Return the text of an answer's tokens, as `stream` would return it.
+        """Return the text of an answer's tokens, equal to the text that the decoder of `stream` returns in pieces.
 
         Args:
             special_as_text: whether special tokens are text, except those that end an answer.

@@ -54,7 +54,7 @@ class HermesToolReader:
         return self._add_content(parsed)
 
     def end(self) -> ParsedText:
-        """Return the buffered text as content: an incomplete call is text. No call follows."""
+        """End the answer, and return the buffered text as content, because it is no complete call."""
         self._move_text(len(self._buffer))
         if not self._called:
             self._content.append(self._space)
@@ -109,16 +109,16 @@ class HermesToolReader:
         self._called = False
 
 
-def form(name: str) -> tuple[str, str]:
+def call_form(name: str) -> tuple[str, str]:
     """Return the text before and after the arguments in a call of the function `name` (`ToolParser.form`)."""
     return f'{OPEN}\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', f"}}\n{CLOSE}"
 
 
-HERMES = ToolParser(HermesToolReader, (OPEN, CLOSE), form=form)
+HERMES = ToolParser(HermesToolReader, (OPEN, CLOSE), form=call_form)
 
 
 def parse_call(text: str) -> Call | None:
-    """Parse `text` as one call; None if it is malformed."""
+    """Return the tool call that `text`, a JSON object, represents, or None if it is malformed."""
     scanner = ObjectScanner()
     try:
         if not scanner.scan(text) or text[scanner.end :].strip(_SPACE):

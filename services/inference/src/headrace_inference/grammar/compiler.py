@@ -109,7 +109,7 @@ class _Grammar:
 
 @dataclass(slots=True)
 class _Compilation:
-    """One compilation of a grammar. `begun_s`: monotonic time at which its trial had passed; 0 until then."""
+    """One compilation of a grammar for a tenant. `begun_s` is the monotonic time when its trial ended; 0 before."""
 
     grammar: _Grammar
     tenant: str
@@ -148,11 +148,13 @@ class GrammarCompiler:
         opened: bool,
         tenant: str = "",
     ) -> CompiledGrammar:
-        """Compile the grammar of an answer form, or take it from the cache. Does not block the event loop.
+        """Compile the grammar of an answer form, or return it from the cache. It does not block the event loop.
 
         Args:
+            form: the form that the answers must have.
+            tokenizer: the version's tokenizer.
             vocabulary: number of token ids of the model.
-            resumed: tokens that each choice has already.
+            resumed: for each choice, the tokens that another replica sampled.
             opened: whether the prompt ends inside reasoning.
             tenant: owner of the request. Owners take turns to compile.
 
@@ -170,7 +172,9 @@ class GrammarCompiler:
         return CompiledGrammar(grammar.record, guides)
 
     def _compilation(self, grammar: _Grammar, tenant: str) -> asyncio.Task[GrammarGuide]:
-        """Return the tenant's compilation of a grammar. Begin one unless another request of the tenant already has."""
+        """Return the task that compiles a grammar for a tenant, which all requests of the tenant share; start it if
+        there is none.
+        """
         name = tenant, grammar.key
         if name not in self._compilations:
             task = self._compilations[name] = asyncio.create_task(self._compile_in_turn(grammar, tenant))
@@ -311,7 +315,7 @@ def _copies(guide: GrammarGuide, resumed: Sequence[Sequence[int]]) -> tuple[Gram
 
 
 def _resumed(guide: GrammarGuide, tokens: Sequence[int]) -> GrammarGuide:
-    """Return a copy of the guide that has accepted `tokens`. Raises `Refused` if the grammar does not allow them."""
+    """Return a copy of the guide advanced by `tokens`. Raises `Refused` if the grammar does not allow these tokens."""
     resumed = guide.fresh()
     if not resumed.replay(tokens):
         message = "headrace_resume: contains tokens that the grammar of this request does not allow"

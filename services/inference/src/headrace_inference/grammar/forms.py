@@ -50,7 +50,7 @@ class AnswerForm:
     """JSON Schema of the answer; None if only calls are constrained."""
     calls: tuple[Tool, ...] = ()
     lenient: bool = False
-    """Whether keywords of `schema` that no grammar can hold are left out, instead of refused."""
+    """Whether keywords of `schema` that no grammar can enforce are ignored. Otherwise the schema is refused."""
     forced: bool = False
     """Whether the answer must be calls."""
     several: bool = True
@@ -60,10 +60,10 @@ class AnswerForm:
 def required_form(
     response_format: ResponseFormat | None, choice: ToolChoice, tools: Sequence[Tool], *, several: bool
 ) -> AnswerForm | None:
-    """Return the constraint on the answer that a request sets by its response format and its tool choice: a JSON
-    schema, or calls of certain tools. None if the model may answer freely.
+    """Return the form that a request requires of its answer: a JSON Schema, or calls of certain tools; or None.
 
     Args:
+        response_format: the request's `response_format`.
         choice: the request's `tool_choice`.
         tools: tools that the model may call.
         several: whether one answer may contain more than one tool call.
@@ -131,11 +131,10 @@ class _Writer:
         self.rule("calls", "call (SPACE? call)*" if several else "call")
 
     def free_calls(self, tools: Sequence[Tool]) -> bool:
-        """Write calls as the token that opens a call, followed by free text. Return False if the parser has no such
-        token.
+        """Add the rule for calls with `tool_choice` `auto`: the token that opens a call, followed by any tokens.
 
-        With `tool_choice` `auto` the model decides whether to call, and the call's text is sampled as without a
-        grammar.
+        So the model decides whether to call, and the call itself is not constrained. Return False if the parser's
+        opening tag is not a single token.
         """
         form = self._parsers.tools.form
         openings = {next(self._pieces(form(tool.function.name)[0]), "") for tool in tools} if form else {""}
@@ -184,7 +183,8 @@ class _Writer:
 
 
 def check_schemas(form: AnswerForm, depth_max: int) -> None:
-    """Raise `Refused` for a schema that is nested deeper than `depth_max`, or that spells out a long text."""
+    """Raise `Refused` for a schema that is nested deeper than `depth_max` or contains a long name, pattern or
+    constant."""
     fields: list[tuple[str, Mapping[str, JsonValue] | None]] = [(RESPONSE_FORMAT, form.schema)]
     fields += [(f"tools.{number}", tool.function.parameters) for number, tool in enumerate(form.calls)]
     for field, schema in fields:

@@ -63,7 +63,7 @@ def _check_round_trip(tokenizer: ChatTokenizer, tokens: Sequence[bytes], words: 
 
 
 def _difference(sample: str, decoded: str) -> str:
-    """Describe the first difference between a sample and its decoded tokens."""
+    """Return a phrase that shows the first difference between a sample and its decoded tokens."""
     other = decoded.removeprefix(" ")
     at = next((n for n, (a, b) in enumerate(zip(sample, other, strict=False)) if a != b), min(len(sample), len(other)))
     return f"{sample[at : at + 12]!r} yields {other[at : at + 12]!r}"

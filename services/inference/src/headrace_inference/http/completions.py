@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from headrace_inference import metrics
-from headrace_inference.chat.answer import Answer, AnswerSyntax, StopWatch
+from headrace_inference.chat.answer import AnswerParser, AnswerSyntax, StopWatch
 from headrace_inference.chat.exact import ExactPrompts, Prompt
 from headrace_inference.chat.parsers import ParserContext, Parsers
 from headrace_inference.chat.tokenizer import UNLIMITED, ChatTokenizer, RenderLimits
@@ -35,7 +35,7 @@ class _Choice:
     """Progress of one choice (one of the `n` answers) of a request that is being answered."""
 
     index: int
-    answer: Answer
+    answer: AnswerParser
     resumed: bool = False
     """Whether the client has received its beginning."""
     complete: bool = False
@@ -178,7 +178,7 @@ class Completions:
         choices: list[_Choice] = []
         starts: list[Start] = []
         for index in range(request.choices):
-            choice = _Choice(index, Answer(tokenizer, syntax))
+            choice = _Choice(index, AnswerParser(tokenizer, syntax))
             choices.append(choice)
             watch = StopWatch(tokenizer, stops) if stops else None
             resumed = request.resumed.get(index)
