@@ -145,7 +145,7 @@ def newcomers_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mixed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepSeparation, "probing", lambda _apart: contextlib.nullcontext())
+    monkeypatch.setattr(StepSeparation, "enter_probe", lambda _apart: contextlib.nullcontext())
 
 
 def as_it_is(tokens: object, _start: object) -> object:
@@ -193,7 +193,7 @@ FAULTS: tuple[tuple[str, Fault, Promise], ...] = (
     ("no seeds", no_seeds, promises.a_seed_gives_the_same_tokens_in_any_company),
     ("one stream for all choices", one_stream_for_all, promises.choices_differ_and_have_streams_of_their_own),
     ("no stop tokens", no_stop_tokens, promises.a_stop_token_ends_a_choice_and_belongs_to_it),
-    ("no stop conditions", patched(engine, "until_stopped", as_it_is), promises.a_stop_condition_sees_each_token_once),
+    ("no stop conditions", patched(engine, "cut_at_stop", as_it_is), promises.a_stop_condition_sees_each_token_once),
     (
         "resumed tokens do not count",
         resumed_tokens_do_not_count,

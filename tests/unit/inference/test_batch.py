@@ -55,7 +55,7 @@ def run(batch: DecodeBatch, *sequences: Sequence) -> None:
     for sequence in sequences:
         batch.add(sequence)
     for _ in range(500):
-        if not batch.busy:
+        if not batch.is_busy:
             return
         batch.step()
     raise AssertionError("it never ends")
@@ -173,7 +173,7 @@ def test_a_longer_continuation_takes_the_place_of_what_it_continues(model: Model
     assert batch._prefixes.bytes == size, "the same tokens are kept once"
     run(batch, sequence(first.tokens, 5))
     assert len(batch._prefixes._entries) == 1
-    assert batch._prefixes.longest(first.tokens)[1] == 45
+    assert batch._prefixes.find_longest(first.tokens)[1] == 45
 
 
 def test_a_continuation_of_a_part_leaves_the_whole_to_others(model: Model) -> None:
@@ -206,7 +206,7 @@ def test_one_row_that_went_astray_costs_neither_its_neighbour_a_token_nor_the_ca
     deliveries = batch.step()
     assert [(item, isinstance(news, EngineFailed)) for item, news in deliveries] == [(lost, True), (sound, False)]
     assert lost.cached == 40, "it went on with the whole entry, which would have gone had it ended well"
-    assert batch._prefixes.longest(prompt_of(40))[1] == 40
+    assert batch._prefixes.find_longest(prompt_of(40))[1] == 40
     run(batch)
     assert_exact(model, sound)
 
@@ -256,7 +256,7 @@ def test_all_choices_of_an_aborted_generation_leave_whether_they_decode_or_not(m
     batch.step()
     assert batch.running == [alone_gone]
     batch.abort(owner)
-    assert not batch.busy
+    assert not batch.is_busy
 
 
 PORTION = 32
@@ -351,7 +351,7 @@ def test_after_a_reset_nothing_is_left(batch: DecodeBatch) -> None:
     batch.add(other)
     batch.step()
     assert set(batch.reset()) == {first, other}
-    assert not batch.busy
+    assert not batch.is_busy
     again = endless_sequence(prompt_of(6))
     batch.add(again)
     assert delivered(batch) == [again]

@@ -304,10 +304,8 @@ async def test_an_adapter_waits_for_its_base(rig: Rig, models: Models) -> None:
     rig.route(models.adapter.served, models.first.served, champion=models.adapter.served)
     await rig.settled(adapter="ready", first="ready")
     assert rig.engine.log == [f"load {models.first.version}", f"load {models.adapter.version}"]
-    assert (
-        rig.fleet.find_version(models.adapter.version).tokenizer
-        is rig.fleet.find_version(models.first.version).tokenizer
-    )
+    adapter, base = (rig.fleet.find_version(of.version) for of in (models.adapter, models.first))
+    assert adapter.tokenizer is base.tokenizer
 
 
 async def test_an_adapter_whose_base_cannot_be_had_fails_by_name(rig: Rig, models: Models) -> None:

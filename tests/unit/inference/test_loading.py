@@ -28,7 +28,7 @@ from headrace_inference.errors import VersionUnusable
 from headrace_inference.fleet import Fleet, FleetLimits
 from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_inference.torch_engine.loader import Loader
-from headrace_inference.torch_engine.program import Programs, _attention, direct, forward, tensors_of
+from headrace_inference.torch_engine.program import Programs, _attention, direct_program, forward, tensors_of
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.storage.versions import VersionCache
@@ -204,7 +204,7 @@ def test_roundings_of_large_logits_are_accepted_in_a_recording(
         return forward(module, *inputs) * 1000
 
     def rounded(module: torch.nn.Module, _scratch: object) -> program.Program:
-        exact = direct(module)
+        exact = direct_program(module)
 
         def prefill(*inputs: object) -> torch.Tensor:
             return exact.prefill(*inputs) * (1 + share)
@@ -243,7 +243,7 @@ def test_an_adapter_with_another_scaling_is_another_recording(models: Models, tm
     with torch.inference_mode():
         answers = [a.program.prefill(a.weights, ids, at, torch.arange(3), k) for a, k in zip(adapters, kv, strict=True)]
         expected = [
-            direct(a.module).prefill([], ids, at, torch.arange(3), k) for a, k in zip(adapters, kv, strict=True)
+            direct_program(a.module).prefill([], ids, at, torch.arange(3), k) for a, k in zip(adapters, kv, strict=True)
         ]
     assert not torch.allclose(answers[0], answers[1], atol=1e-3)
     for answer, right in zip(answers, expected, strict=True):

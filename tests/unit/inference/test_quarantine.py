@@ -87,7 +87,7 @@ def finished(batch: DecodeBatch, steps_max: int = 2000) -> tuple[dict[int, list[
     tokens: dict[int, list[int]] = {}
     failures: dict[int, str] = {}
     for _ in range(steps_max):
-        if not batch.busy:
+        if not batch.is_busy:
             return tokens, failures
         try:
             deliveries = batch.step()

@@ -213,9 +213,9 @@ def test_a_row_that_moves_takes_its_penalties_along(batch: DecodeBatch) -> None:
         for row, item in enumerate(batch.running[: batch._decoding]):
             counted = {token: int(n) for token, n in enumerate(batch._sampler.counts[row].tolist()) if n}
             assert counted == Counter(item.tokens[item.prompt_length :]), f"row {row}"
-        if not batch.busy:
+        if not batch.is_busy:
             break
-    assert not batch.busy
+    assert not batch.is_busy
 
 
 def test_kv_behind_logits_that_are_no_numbers_is_not_used_again(
@@ -244,7 +244,7 @@ def test_kept_kv_is_found_with_its_own_salt_alone(batch: DecodeBatch) -> None:
     for salt in ("a", "a", "b", "", "b"):
         item = sequence(64, 2, salt)
         batch.add(item)
-        while batch.busy:
+        while batch.is_busy:
             batch.step()
         cached.append(item.cached)
     assert [count > 0 for count in cached] == [False, True, False, False, True]

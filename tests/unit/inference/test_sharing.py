@@ -31,21 +31,21 @@ def test_the_longest_shared_beginning_is_found() -> None:
     cache = PrefixCache(2**20)
     cache.add([*range(100)], kv_of([*range(100)]))
     cache.add([*range(50), 7, 7, *range(52, 90)], kv_of([*range(50), 7, 7, *range(52, 90)]))
-    entry, shared = cache.longest([*range(50), 7, 7, *range(52, 70), 3])
+    entry, shared = cache.find_longest([*range(50), 7, 7, *range(52, 70), 3])
     assert entry is not None
     assert shared == 70
     assert entry.kv[0, 0, 50, 0] == 7
-    assert cache.longest([*range(70), 9])[1] == 70
-    assert cache.longest([*range(BLOCK - 1), 999])[1] == 0, "less than a block is not worth an index"
-    assert cache.longest([5, *range(80)]) == (None, 0)
+    assert cache.find_longest([*range(70), 9])[1] == 70
+    assert cache.find_longest([*range(BLOCK - 1), 999])[1] == 0, "less than a block is not worth an index"
+    assert cache.find_longest([5, *range(80)]) == (None, 0)
 
 
 def test_a_hash_collision_is_no_match() -> None:
     """In CPython hash(-1) == hash(-2), so the cache must also compare the tokens."""
     cache = PrefixCache(2**20)
     cache.add([-1] * 40, kv_of([-1] * 40))
-    assert cache.longest([-2] * 40) == (None, 0)
-    assert cache.longest([-1] * 20)[1] == 20
+    assert cache.find_longest([-2] * 40) == (None, 0)
+    assert cache.find_longest([-1] * 20)[1] == 20
 
 
 def test_memory_is_bounded_and_the_least_recently_used_goes() -> None:
@@ -54,9 +54,9 @@ def test_memory_is_bounded_and_the_least_recently_used_goes() -> None:
     prompts = [[salt, *range(63)] for salt in range(1000, 1004)]
     for prompt in prompts[:3]:
         cache.add(prompt, kv)
-    cache.longest(prompts[0])
+    cache.find_longest(prompts[0])
     cache.add(prompts[3], kv)
-    assert [cache.longest(prompt)[1] for prompt in prompts] == [64, 0, 64, 64]
+    assert [cache.find_longest(prompt)[1] for prompt in prompts] == [64, 0, 64, 64]
     assert cache.bytes == 3 * kv.numel() * 4
     PrefixCache(10).add(prompts[0], kv)  # larger than all of it: not kept, no error
 
@@ -67,14 +67,14 @@ def test_a_tenant_with_many_prompts_displaces_none_of_another() -> None:
     cache.add([*range(64)], kv, "modest")
     for number in range(1000, 1010):
         cache.add([number, *range(63)], kv, "greedy")
-    assert cache.longest([*range(64)], "modest")[1] == 64
-    assert [cache.longest([number, *range(63)], "greedy")[1] for number in (1007, 1008, 1009)] == [0, 64, 64]
+    assert cache.find_longest([*range(64)], "modest")[1] == 64
+    assert [cache.find_longest([number, *range(63)], "greedy")[1] for number in (1007, 1008, 1009)] == [0, 64, 64]
 
 
 def test_what_is_discarded_leaves_nothing_behind() -> None:
     cache = PrefixCache(2**20)
     cache.add([*range(64)], kv_of([*range(64)]))
-    entry, _ = cache.longest([*range(64)])
+    entry, _ = cache.find_longest([*range(64)])
     assert entry is not None
     cache.discard(entry)
     cache.discard(entry)
@@ -91,7 +91,7 @@ def test_against_a_plain_search() -> None:
         base = dice.choice(cached)[: dice.randint(0, 120)] if cached and dice.random() < 0.7 else []
         tokens = base + [dice.randrange(3) for _ in range(dice.randint(0, 60))]
         best = max((_shared(other, tokens) for other in cached), default=0)
-        shared = cache.longest(tokens)[1]
+        shared = cache.find_longest(tokens)[1]
         assert best - BLOCK < shared <= best
         if len(tokens) >= BLOCK:
             cache.add(tokens, kv_of(tokens))
@@ -135,19 +135,19 @@ def test_kv_rows_move_and_swap() -> None:
 
 def test_prefixes_are_found_by_blocks_of_sixteen_tokens() -> None:
     cache = PrefixCache(2**20)
-    assert cache.longest([*range(64)]) == (None, 0)
+    assert cache.find_longest([*range(64)]) == (None, 0)
     cache.add([*range(15)], kv_of([*range(15)]))
     assert cache.bytes == 0, "too short to be found again"
     cache.add([*range(64)], kv_of([*range(64)]))
-    assert [cache.longest([*range(count), 999, 999])[1] for count in (15, 16, 17, 33)] == [0, 16, 17, 33]
-    assert cache.longest([*range(16)])[1] == 16
+    assert [cache.find_longest([*range(count), 999, 999])[1] for count in (15, 16, 17, 33)] == [0, 16, 17, 33]
+    assert cache.find_longest([*range(16)])[1] == 16
 
 
 def test_an_entry_as_large_as_the_cache_is_kept() -> None:
     kv = kv_of([*range(64)])
     cache = PrefixCache(kv.numel() * 4)
     cache.add([*range(64)], kv)
-    assert cache.longest([*range(64)])[1] == 64
+    assert cache.find_longest([*range(64)])[1] == 64
 
 
 def test_kv_takes_no_more_than_it_needs_and_grows_by_doubling() -> None:
@@ -260,10 +260,10 @@ def test_a_user_of_the_same_tenant_goes_before_its_evaluation(batch: DecodeBatch
 
 def test_the_tenant_with_the_fewest_rows_joins_next() -> None:
     running = [sequence("a"), sequence("b"), sequence("b")]
-    assert fairness.next_to_join([sequence("a")], running) == 0
-    assert fairness.next_to_join([sequence("b"), sequence("a")], running) == 1
-    assert fairness.next_to_join([sequence("b"), sequence("a"), sequence("c")], running) == 2
-    assert fairness.next_to_join([sequence("c", background=True), sequence("b")], running) == 1
+    assert fairness.select_joining([sequence("a")], running) == 0
+    assert fairness.select_joining([sequence("b"), sequence("a")], running) == 1
+    assert fairness.select_joining([sequence("b"), sequence("a"), sequence("c")], running) == 2
+    assert fairness.select_joining([sequence("c", background=True), sequence("b")], running) == 1
 
 
 def test_rows_are_shared_equally_between_tenants_and_then_between_sessions(batch: DecodeBatch) -> None:
@@ -319,7 +319,7 @@ def simulated(shares: TimeShares, batch: list[Sequence], step_s: dict[int, float
     took_s, tokens = 0.0, Counter[str]()
     for _ in range(steps):
         shares.begin_step(batch)
-        paused = shares.paused(batch)
+        paused = shares.paused_flows(batch)
         active = [running for running in batch if shares.flow_of(running) not in paused]
         shares.charge_step(active, step_s[len(active)])
         took_s += step_s[len(active)]
@@ -366,7 +366,7 @@ def test_paused_rows_go_on_with_exactly_their_own_tokens(model: Model) -> None:
             opened = DecodeBatch(model, limits)
             for waiting in sequences:
                 opened.add(waiting)
-            while opened.busy:
+            while opened.is_busy:
                 opened.step()
             opened.close()
         return [sequence.tokens for sequence in sequences]

@@ -190,8 +190,7 @@ class Turn(Event):
     `headrace_schemas.rules.turn_history` restores its whole prompt.
 
     The event is invalid unless the numbers of prompt ids, token ids and logprobs agree with each other and with
-    `usage`.
-    `version` is the version that the engine reported, never the requested one.
+    `usage`. `version` is the version that the engine reported, never the requested one.
     """
 
     topic: ClassVar[str] = "turns"

@@ -81,9 +81,6 @@ class Fleet:
         """Create a fleet without versions.
 
         Args:
-            engine: engine that serves the versions.
-            cache: local copies of the versions' files.
-            limits: limits of the versions on this replica.
             changed: function that is called after every change that heartbeats report. It must not block.
             check_forms: function that returns why answers cannot be constrained by grammars with a tokenizer and a
                 vocabulary size, or an empty text if they can. It may block.
@@ -110,10 +107,7 @@ class Fleet:
         )
 
     def supports_forms(self) -> bool:
-        """Return whether answers of all loaded versions can be constrained by grammars.
-
-        All must support it, because a request need not name its version.
-        """
+        """Return whether answers of all loaded versions can be constrained by grammars (a request may name none)."""
         return not any(local.forms_error for local in self._local.values())
 
     def serving_versions(self) -> Sequence[ReadyVersion]:
@@ -396,10 +390,7 @@ def _same_tokenizer(left: Manifest, right: Manifest) -> bool:
 
 
 def _differing_file(left: Manifest, right: Manifest) -> str:
-    """Return the first path whose file affects tokenization and differs between two versions of a model.
-
-    It is empty if there is none, and for adapters, which use their base's files.
-    """
+    """Return the path of a file that affects tokenization and differs; empty if there is none, or for adapters."""
     if "lora" in (left.kind, right.kind):
         return ""
     left_files, right_files = left.token_files, right.token_files

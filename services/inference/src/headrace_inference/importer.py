@@ -22,7 +22,7 @@ from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.errors import VersionUnusable
 from headrace_inference.settings import InferenceSettings, TorchSettings
 from headrace_inference.torch_engine.engine import device_and_type
-from headrace_inference.torch_engine.loader import Loader, Model, check_whole
+from headrace_inference.torch_engine.loader import Loader, Model, check_weights
 from headrace_inference.torch_engine.probe import probe, tolerance_of
 from headrace_runtime.errors import Refused
 from headrace_runtime.main import Service
@@ -281,7 +281,7 @@ def load_model(folder: Path, adapter: Path | None, dtype: torch.dtype | None) ->
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
-    check_whole(model, info)
+    check_weights(model, info)
     if adapter is None:
         return model
     from peft import PeftModel

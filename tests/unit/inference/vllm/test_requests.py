@@ -25,14 +25,14 @@ from headrace_inference.engine import Sampling, Start, Tokens
 from headrace_inference.errors import EngineFailed, VersionUnusable
 from headrace_inference.vllm_engine import orphans
 from headrace_inference.vllm_engine.orphans import VARIABLE, end_with_the_service
-from headrace_inference.vllm_engine.probing import CONFIG, check
+from headrace_inference.vllm_engine.probing import CONFIG, check_adapter
 from headrace_inference.vllm_engine.requests import (
     KEPT_MAX,
+    cut_at_stop,
     refuse_unsupported,
     request_of,
     seed_of,
     tokens_of,
-    until_stopped,
 )
 from headrace_runtime.errors import Refused
 from tests.unit.inference.conftest import Models
@@ -152,7 +152,7 @@ def test_kept_sets_are_the_tokens_with_finite_logprobs() -> None:
     assert tokens_of(output, 0, 9, 0, ranked=3).sets == [2, 5, 6, 1, 7]
     assert tokens_of(output, 0, 9, 0, ranked=2).sets is None, "there may be more than two"
     assert tokens_of(output, 0, 9, 0).sets is None
-    tokens = until_stopped(tokens_of(output, 0, 9, 0, ranked=3), Start(until=Watch(5)))
+    tokens = cut_at_stop(tokens_of(output, 0, 9, 0, ranked=3), Start(until=Watch(5)))
     assert (tokens.token_ids, tokens.sets) == ([5], [2, 5, 6])
 
 
@@ -197,7 +197,7 @@ def piece(ids: Sequence[int], finish: str | None = None) -> Tokens:
 
 def test_what_was_sampled_behind_a_stop_string_was_never_asked_for() -> None:
     watch = Watch(6)
-    tokens = until_stopped(piece([5, 6, 7, 8]), Start(until=watch))
+    tokens = cut_at_stop(piece([5, 6, 7, 8]), Start(until=watch))
     assert (tokens.token_ids, tokens.finish, tokens.cached_tokens) == ([5, 6], "stop", 3)
     assert len(tokens.logprobs) == len(tokens.top) == 2
     assert watch.seen == [5, 6]
@@ -205,10 +205,10 @@ def test_what_was_sampled_behind_a_stop_string_was_never_asked_for() -> None:
 
 def test_a_stop_token_is_no_text_to_look_at() -> None:
     watch = Watch(6)
-    tokens = until_stopped(piece([5, 6], "stop"), Start(until=watch))
+    tokens = cut_at_stop(piece([5, 6], "stop"), Start(until=watch))
     assert (tokens.token_ids, tokens.finish) == ([5, 6], "stop")
     assert watch.seen == [5]
-    assert until_stopped(piece([5, 6]), Start()).finish is None, "nobody watches"
+    assert cut_at_stop(piece([5, 6]), Start()).finish is None, "nobody watches"
 
 
 CORE = """
@@ -265,7 +265,7 @@ def changed(models: Models, folder: Path, **changes: object) -> Path:
 
 
 def test_a_plain_adapter_is_taken(models: Models) -> None:
-    check(models.adapter.folder, 4)
+    check_adapter(models.adapter.folder, 4)
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_what_vllm_would_leave_out_is_refused(
     models: Models, tmp_path: Path, changes: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(VersionUnusable, match=reason):
-        check(changed(models, tmp_path / "changed", **changes), 4)
+        check_adapter(changed(models, tmp_path / "changed", **changes), 4)
 
 
 @pytest.mark.parametrize("name", [CONFIG, "adapter_model.safetensors"])
@@ -295,11 +295,11 @@ def test_a_missing_file_is_named(models: Models, tmp_path: Path, name: str) -> N
     folder = changed(models, tmp_path / "changed")
     (folder / name).unlink()
     with pytest.raises(VersionUnusable, match=name):
-        check(folder, 4)
+        check_adapter(folder, 4)
 
 
 def test_a_configuration_that_is_no_json_is_named(models: Models, tmp_path: Path) -> None:
     folder = changed(models, tmp_path / "changed")
     (folder / CONFIG).write_text("{")
     with pytest.raises(VersionUnusable, match=f"{CONFIG} cannot be read: JSONDecodeError"):
-        check(folder, 4)
+        check_adapter(folder, 4)

@@ -45,7 +45,7 @@ class BatchLimits:
 
 
 class DecodeBatch:
-    """Batch of one version, for the worker's thread alone. After an exception in `step`, call `recover` or `reset`."""
+    """Sequences of one version, for the worker's thread alone. If `step` fails, call `recover` or `reset`."""
 
     def __init__(self, model: Model, limits: BatchLimits) -> None:
         self.model = model
@@ -66,12 +66,12 @@ class DecodeBatch:
         self._gauges = metrics.VersionGauges(model.version)
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """Whether there are unfinished sequences."""
         return bool(self.waiting or self.running or self._quarantine.active)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence. Other choices of its prompt (`followers`) start when the prompt is computed."""
+        """Queue a sequence. Its `followers`, the other choices of the prompt, start when the prompt is computed."""
         sequence.arrival = next(self._arrivals)
         for follower in sequence.followers:
             follower.arrival = sequence.arrival
@@ -87,7 +87,8 @@ class DecodeBatch:
         self._report()
 
     def step(self) -> list[Delivery]:
-        """Compute part of the waiting prompts and one token for every decoding row. Return the news for the streams."""
+        """Compute part of the waiting prompts and one token for every decoding row. Return what to deliver to
+        streams."""
         self._deliveries = []
         self._admit()
         self._shares.begin_step(self.running)
@@ -103,8 +104,8 @@ class DecodeBatch:
     def recover(self, error: Exception) -> list[Delivery]:
         """Continue after a step that raised `error` although the model can compute (`probe.compute_control`).
 
-        The step's sequences are retried in groups, and only one that fails alone ends with `EngineFailed`. Return the
-        deliveries of this step.
+        The sequences of the failed step will be retried in groups, until the one that causes the failure is isolated.
+        Return what to deliver to streams: if the step had a single sequence, its `EngineFailed`.
         """
         deliveries = self._deliveries
         suspects = [sequence for sequence in self.running if not sequence.ended]
@@ -124,7 +125,7 @@ class DecodeBatch:
         return deliveries
 
     def reset(self) -> list[Sequence]:
-        """Remove and return every sequence, and release all KV, for example because the model cannot compute."""
+        """Remove and return all sequences, and release all KV, for example because the model cannot compute."""
         lost = [*self.running, *self._quarantine, *self.waiting]
         self.waiting.clear()
         self._quarantine = Quarantine()
@@ -144,14 +145,14 @@ class DecodeBatch:
     def _admit(self) -> None:
         queue = self._quarantine.group if self._quarantine.active else self.waiting
         while queue:
-            index = 0 if self._quarantine.active else fairness.next_to_join(queue, self.running)
+            index = 0 if self._quarantine.active else fairness.select_joining(queue, self.running)
             sequence = queue[index]
             del queue[index]
             self._joining = sequence
             full = len(self.running) >= self._limits.sequences_max
             if full or not self._kv.reserve(len(self.running) + 1, self._longest(sequence)):
                 queue.appendleft(sequence)
-                row = None if self._quarantine.active else fairness.row_to_preempt(self.running, sequence)
+                row = None if self._quarantine.active else fairness.find_row_to_preempt(self.running, sequence)
                 if row is None:
                     break
                 self._preempt(row)
@@ -171,7 +172,7 @@ class DecodeBatch:
         row = len(self.running)
         self.running.append(sequence)
         prefix = sequence.tokens[:-1]
-        entry, shared = self._prefixes.longest(prefix, sequence.salt)
+        entry, shared = self._prefixes.find_longest(prefix, sequence.salt)
         sequence.filled = shared
         sequence.cached = min(shared, sequence.prompt_length)
         sequence.source = entry if entry is not None and shared == len(entry.tokens) else None
@@ -182,7 +183,8 @@ class DecodeBatch:
             self._start_decoding(row)
 
     def _prefill(self) -> None:
-        """Compute tokens of the next prompts: those of as many as fit into one pass without much padding."""
+        """Compute one portion of tokens of the next prompts, as many prompts as fit into a pass without much
+        padding."""
         first = self._decoding
         following = self._shares.next_prompt(self.running, first)
         if following is None:
@@ -197,7 +199,7 @@ class DecodeBatch:
             area = max([*counts, count]) * (len(counts) + 1)
             if counts and (area > tokens_max or sum(counts) + count < area * (1 - _PADDING_MAX)):
                 break
-            if counts and contended and (sequence.background or self._shares.in_debt(sequence)):
+            if counts and contended and (sequence.background or self._shares.is_in_debt(sequence)):
                 break
             counts.append(count)
         width = max(counts)
@@ -275,7 +277,7 @@ class DecodeBatch:
 
     def _choose_rows(self) -> int:
         """Move the rows that decode in the next step before the paused rows, and return their number."""
-        paused = frozenset() if self._quarantine.active else self._shares.paused(self.running[: self._decoding])
+        paused = frozenset() if self._quarantine.active else self._shares.paused_flows(self.running[: self._decoding])
         if not paused:
             return self._decoding
         count, last = 0, self._decoding - 1
@@ -302,8 +304,7 @@ class DecodeBatch:
             self._remove(row)
 
     def _reserve_kv(self) -> int:
-        """Grow the KV for the longest row, and preempt the latest sequences if memory is short. Return the number of
-        decoding rows."""
+        """Grow the KV for the longest row; preempt the latest sequences if memory is short. Return decoding rows."""
         while self._decoding:
             needed = int(self._rows.position[: self._decoding].max()) + 1
             if needed <= self._kv.length:
@@ -327,7 +328,7 @@ class DecodeBatch:
         self._sampler.release()
 
     def _release_group(self) -> None:
-        """Release the present group, which has computed a step, until the other groups have been tried."""
+        """Remove the rows of the quarantine's present group, which has computed a step, until all groups were tried."""
         released = [*self.running]
         self._release_rows()
         self._quarantine.release(released)
@@ -344,7 +345,7 @@ class DecodeBatch:
         if not self._limits.prefix_bytes_max or not sequence.filled:
             return
         tokens = sequence.tokens[: sequence.filled]
-        cached, shared = self._prefixes.longest(tokens, sequence.salt)
+        cached, shared = self._prefixes.find_longest(tokens, sequence.salt)
         if cached is not None and shared == len(tokens):
             return
         if sequence.source is not None:

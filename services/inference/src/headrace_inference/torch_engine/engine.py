@@ -29,7 +29,7 @@ from headrace_schemas.values.blobs import Manifest
 
 @torch.inference_mode()
 def score_answer(model: Model, answer: TokensToScore) -> list[float]:
-    """Return the logprobs of the answer's tokens at its temperature, as sampling would report them. Blocks."""
+    """Return the logprobs of the answer's tokens at its temperature, computed as during sampling. Blocks."""
     prompt, sampled = list(answer.prompt_token_ids), list(answer.token_ids)
     if not sampled or not prompt:
         return []
@@ -85,12 +85,12 @@ class TorchEngine:
             prefix_bytes_max=self._settings.prefix_mib_max * _MIB,
         )
         batch = await loop.run_in_executor(self._loading, DecodeBatch, model, limits)
-        await self._worker.do(lambda: self._worker.add_batch(batch))
+        await self._worker.run_in_thread(lambda: self._worker.add_batch(batch))
         self._models[model.version] = (model, folder)
 
     async def unload(self, version: str) -> None:
         if self._models.pop(version, None) is not None:
-            await self._worker.do(lambda: self._worker.remove_batch(version))
+            await self._worker.run_in_thread(lambda: self._worker.remove_batch(version))
 
     async def probe(self, version: str) -> Probe:
         model = self._model(version)
@@ -100,9 +100,7 @@ class TorchEngine:
         return await loop.run_in_executor(self._loading, probe, model, parent and parent[0], tolerance)
 
     async def score(self, version: str, answers: SequenceOf[TokensToScore]) -> list[list[float]]:
-        """Return the logprobs of given answers under a version, computed one at a time while users' batches
-        continue.
-        """
+        """Return the logprobs of the tokens of each answer. Between two answers the batches compute steps."""
         model = self._model(version)
         loop = asyncio.get_running_loop()
         logprobs = []
@@ -218,5 +216,5 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def device_and_type(settings: TorchSettings) -> tuple[torch.device, torch.dtype | None]:
-    """Return the device and the type of weights. The type is None if each version decides it (`Loader`)."""
+    """Return the device and the type of weights. The type is None if it depends on the version (see `Loader`)."""
     return _device(settings.device), None if settings.dtype == "auto" else _dtype(settings.dtype)

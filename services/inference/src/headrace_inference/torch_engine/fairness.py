@@ -32,7 +32,7 @@ T = TypeVar("T")
 _BACKGROUND: Flow = ("background",)
 
 
-def next_to_join(waiting: SequenceOf[Sequence], running: SequenceOf[Sequence]) -> int:
+def select_joining(waiting: SequenceOf[Sequence], running: SequenceOf[Sequence]) -> int:
     """Return the index of the waiting sequence that gets the next row.
 
     Users come before background work. Then the tenant with the fewest rows comes first, then the session with the
@@ -51,12 +51,12 @@ def next_to_join(waiting: SequenceOf[Sequence], running: SequenceOf[Sequence]) -
     return min(range(len(waiting)), key=rank)
 
 
-def row_to_preempt(running: SequenceOf[Sequence], joining: Sequence) -> int | None:
-    """Return the row of a full batch that `joining` may replace; None if `joining` must wait.
+def find_row_to_preempt(running: SequenceOf[Sequence], joining: Sequence) -> int | None:
+    """Return the row of a full batch that is preempted for `joining`, or None if `joining` must wait.
 
-    A user's sequence replaces background work, never the reverse. Otherwise a row is taken from the tenant, or from the
-    session of the same tenant, that has at least two rows more than that of `joining`. So sequences cannot replace each
-    other forever.
+    A user's sequence preempts background work, never the reverse. Otherwise the row is one of the tenant, or of the
+    session of the same tenant, that has at least two rows more than that of `joining`. So two sequences never preempt
+    each other in turn.
     """
     background = [row for row, sequence in enumerate(running) if sequence.background]
     if background and not joining.background:
@@ -76,16 +76,16 @@ def row_to_preempt(running: SequenceOf[Sequence], joining: Sequence) -> int | No
 
 
 def _largest(rows: Mapping[T, int], joining: T) -> T | None:
-    """Return the key with the most rows, which yields one to `joining`; None unless it has at least two rows more."""
+    """Return the key with the most rows if it has at least two rows more than the key `joining`, otherwise None."""
     largest = max(rows, key=lambda name: rows[name], default=None)
     return largest if largest is not None and rows[largest] > rows.get(joining, 0) + 1 else None
 
 
 @dataclass(slots=True)
 class TimeShares:
-    """Accounts of the engine time that the flows used, which decide which rows pause and which prompt is next.
+    """Record of the engine time that each flow (tenant, session or background work) used.
 
-    Only the worker's thread uses it.
+    It determines which rows pause and which prompt is computed next. Only the worker's thread uses it.
     """
 
     _debt_s: dict[Flow, float] = field(default_factory=dict)
@@ -111,13 +111,15 @@ class TimeShares:
         self._prompted = {flow: self._prompted.get(flow, floor) for flow in flows}
 
     def flow_of(self, sequence: Sequence) -> Flow:
-        """Return the flow of a sequence: background work, its tenant, or its session if there is only one tenant."""
+        """Return the flow to which the time of a sequence is charged: background work, or its tenant, or its session if
+        there is only one tenant.
+        """
         if sequence.background:
             return _BACKGROUND
         return (sequence.salt,) if self.several_tenants else (sequence.salt, sequence.session)
 
-    def paused(self, decoding: SequenceOf[Sequence]) -> frozenset[Flow]:
-        """Return the flows that pause in the next step, because they took more than their share of time."""
+    def paused_flows(self, decoding: SequenceOf[Sequence]) -> frozenset[Flow]:
+        """Return the flows whose rows pause in the next step, because they used more than their share of time."""
         if not self.contended:
             return frozenset()
         rows = Counter(map(self.flow_of, decoding))
@@ -136,13 +138,13 @@ class TimeShares:
             sequence = running[row]
             return sequence.background, self._prompted.get(self.flow_of(sequence), 0.0), sequence.arrival
 
-        rows = [row for row in range(first, len(running)) if not first or not self.in_debt(running[row])]
+        rows = [row for row in range(first, len(running)) if not first or not self.is_in_debt(running[row])]
         return min(rows, key=rank, default=None)
 
-    def in_debt(self, sequence: Sequence) -> bool:
-        """Return whether a prompt must wait because its tenant took more than its share of time.
+    def is_in_debt(self, sequence: Sequence) -> bool:
+        """Return whether the prompt of a sequence must wait because its tenant used more than its share of time.
 
-        Sessions of a single tenant never wait; they are only ordered.
+        With a single tenant no prompt waits for this reason.
         """
         if not (self.several_tenants or sequence.background):
             return False
@@ -190,7 +192,7 @@ class Quarantine:
         yield from self._released
 
     def split(self, suspects: list[Sequence]) -> Sequence | None:
-        """Divide the sequences of a failed step into groups. Return the cause if there is only one."""
+        """Divide the sequences of a failed step into two groups to retry. Return the sequence if it is the only one."""
         self.active = True
         if self.group:
             self._untried.appendleft(list(self.group))
@@ -202,14 +204,11 @@ class Quarantine:
         return suspects[0] if len(suspects) == 1 else None
 
     def release(self, sequences: list[Sequence]) -> None:
-        """Release sequences that have computed a step, or that did not cause the failure."""
+        """Mark sequences as innocent: they have computed a step, or did not take part in the failed one."""
         self._released += sequences
 
     def begin_next_group(self) -> None:
-        """Take the next group of suspected sequences to be retried, after the last one succeeded or was divided.
-
-        `group` is empty if none is left.
-        """
+        """Set `group` to the next group of suspected sequences to retry; to an empty one if no group is left."""
         self.group = deque(self._untried.popleft() if self._untried else ())
 
     def leave(self) -> list[Sequence]:

@@ -23,7 +23,7 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class KVShape:
-    """Dimensions of the cached attention keys and values (KV) of one token in a model architecture."""
+    """Layers, heads, head size, type and device of the cached keys and values (KV) of one model architecture."""
 
     layers: int
     heads: int
@@ -46,10 +46,7 @@ class KVShape:
 
 
 class KV:
-    """KV tensor of a batch.
-
-    Row `r` has the keys and values of the first tokens of the sequence in row `r` of the batch.
-    """
+    """Growing tensor with the keys and values of a batch: row `r` has those of the sequence in row `r` of the batch."""
 
     def __init__(self, shape: KVShape, bytes_max: int) -> None:
         self.shape = shape
@@ -77,11 +74,11 @@ class KV:
         return self._bytes_max // self.shape.token_bytes
 
     def reserve(self, rows: int, length: int) -> bool:
-        """Grow the tensor to at least `rows` rows of `length` tokens, and return whether the budget allows it.
+        """Grow the tensor to at least `rows` rows of `length` tokens. Return False if the budget does not allow it.
 
-        Both must cover the part in use, which is preserved. The tensor doubles if that fits, so that a growing batch is
-        copied rarely. It shrinks in one dimension if it can grow in the other only then. During the copy, the old and
-        the new tensor exist at once.
+        Both numbers must cover the part in use, whose content stays. The tensor doubles if that fits, so that a growing
+        batch is copied rarely. It shrinks in one dimension if it can only then grow in the other. During the copy, the
+        old and the new tensor exist at once.
         """
         if rows <= self.rows and length <= self.length:
             return True
@@ -167,10 +164,11 @@ class PrefixCache:
         """Size of the KV of all entries in bytes."""
         return self._entries.size
 
-    def longest(self, tokens: Sequence[int], salt: str = "") -> tuple[Entry | None, int]:
-        """Return the entry that shares the most blocks with the start of `tokens`, and the number of shared tokens.
+    def find_longest(self, tokens: Sequence[int], salt: str = "") -> tuple[Entry | None, int]:
+        """Return the entry that shares the longest prefix with `tokens`, and the number of shared tokens.
 
-        Among equal entries, the newest is returned. Another one may share up to `BLOCK - 1` tokens more.
+        The search compares complete blocks, so another entry may share up to `BLOCK - 1` tokens more. Of several
+        entries with equally many blocks, the newest is returned. Only entries with the same `salt` are used.
         """
         if not self._index:
             return None, 0
@@ -184,10 +182,9 @@ class PrefixCache:
         return None, 0
 
     def add(self, tokens: Sequence[int], kv: Tensor, salt: str = "") -> None:
-        """Store the attention keys and values of a finished sequence, so that later prompts with the same beginning
-        reuse them.
+        """Store the keys and values of a finished sequence, so that later prompts with the same beginning reuse them.
 
-        Nothing is stored for a sequence that is larger than the whole cache or shorter than a block.
+        A sequence that is larger than the whole cache or shorter than a block is not stored.
         """
         entry = Entry(salt, tokens, kv, _keys(tokens, salt))
         if not entry.keys or entry.bytes > self._bytes_max:
@@ -198,7 +195,7 @@ class PrefixCache:
             self._remove_keys(evicted)
 
     def discard(self, entry: Entry) -> None:
-        """Remove an entry, for example because a longer one contains it. It may have been removed before."""
+        """Remove an entry, for example because a longer one contains it. Repeated calls have no effect."""
         if self._entries.pop(entry.salt, id(entry)) is not None:
             self._remove_keys(entry)
 
@@ -211,7 +208,7 @@ class PrefixCache:
 
 
 def _keys(tokens: Sequence[int], salt: str) -> list[int]:
-    """Return one chained hash per complete block."""
+    """Return for each complete block of `tokens` the hash of all tokens up to its end and of `salt`."""
     keys = []
     key = hash(salt)
     for start in range(0, len(tokens) - BLOCK + 1, BLOCK):

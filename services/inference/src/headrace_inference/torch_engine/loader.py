@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from headrace_inference.errors import VersionUnusable
 from headrace_inference.torch_engine.kv import KVShape
-from headrace_inference.torch_engine.program import ATTENTION, Program, Programs, share, tensors_of
+from headrace_inference.torch_engine.program import ATTENTION, Program, Programs, share_tensors, tensors_of
 from headrace_schemas.values.blobs import Manifest
 
 _UNSTEADY_ROPE = frozenset(("dynamic", "longrope"))
@@ -99,9 +99,9 @@ class Loader:
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # `check_whole` names them
+            ignore_mismatched_sizes=True,  # `check_weights` names them
         )
-        check_whole(module, info)
+        check_weights(module, info)
         loaded: nn.Module = module.to(self._device)
         return loaded
 
@@ -113,7 +113,7 @@ class Loader:
             raise VersionUnusable(f"adapters of type {config.peft_type} are not supported; LoRA is")
         if not (folder / "adapter_model.safetensors").exists():
             raise VersionUnusable("the adapter has no adapter_model.safetensors")
-        adapted = PeftModel.from_pretrained(share(base), str(folder), is_trainable=False)
+        adapted = PeftModel.from_pretrained(share_tensors(base), str(folder), is_trainable=False)
         _check_adapter(adapted, folder / "adapter_model.safetensors")
         return _as_module(adapted.get_base_model()).to(self._device)
 
@@ -121,7 +121,7 @@ class Loader:
         config: Any = module.config
         shape = _kv_shape(module, self._device)
         context = min(self._context_max, int(config.max_position_embeddings))
-        program = self._programs.of(module, folders, shape.zeros, context)
+        program = self._programs.get_program(module, folders, shape.zeros, context)
         return Model(
             manifest=manifest,
             module=module,
@@ -133,8 +133,8 @@ class Loader:
         )
 
 
-def check_whole(module: nn.Module, info: Mapping[str, Any]) -> None:
-    """Check that the files had a tensor for every weight of the module, and only finite values.
+def check_weights(module: nn.Module, info: Mapping[str, Any]) -> None:
+    """Check that the files contained a tensor for every weight of the module and only finite values.
 
     Args:
         info: report of transformers (`output_loading_info`).
@@ -202,7 +202,7 @@ class _ShapeRecorder:
 
 
 def _kv_shape(module: Any, device: torch.device) -> KVShape:
-    """Determine the KV shape by running one token, because configurations name heads and sizes in many ways."""
+    """Return the KV shape of a model, by computing one token, because fields of configurations have various names."""
     recorder = _ShapeRecorder()
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     module(
@@ -220,7 +220,7 @@ def _kv_shape(module: Any, device: torch.device) -> KVShape:
 
 @contextlib.contextmanager
 def _errors_of(version: str) -> Iterator[None]:
-    """Convert exceptions of libraries to `VersionUnusable` with the name of the version."""
+    """Open a context in which exceptions of libraries become `VersionUnusable` with the name of the version."""
     try:
         yield
     except VersionUnusable as error:

@@ -25,7 +25,7 @@ _DECODED_MAX = 32
 def probe(model: Model, parent: Model | None, tolerance: float | None = None) -> Probe:
     """Compare the logprobs of the loaded weights with the manifest's fingerprint, and with the parent. Blocks.
 
-    The tokens take both paths that serve requests, traced prefill and decode.
+    The logprobs are computed by prefill and by decode steps, as for requests.
 
     Args:
         model: the loaded version.
@@ -50,7 +50,7 @@ def probe(model: Model, parent: Model | None, tolerance: float | None = None) ->
 
 
 def tolerance_of(model: Model, tolerance: float | None = None) -> float:
-    """Return the largest difference in nats that passes the probe: `tolerance`, or else the bound of rounding errors.
+    """Return the largest difference in nats that passes the probe: `tolerance`, or if None, a bound on rounding errors.
 
     The bound depends on the type and the depth of the model. In float32 it applies to the largest difference, in types
     of 16 bits to the mean difference.
@@ -97,7 +97,7 @@ def served_logprobs(model: Model, tokens: list[int]) -> Tensor:
 
 @torch.inference_mode()
 def compute_control(model: Model) -> None:
-    """Compute one step for a fixed token that every model has. Raises an error if the model or its device is broken."""
+    """Compute one step on a fixed token, to check that model and device work. Raises an error if they do not."""
     device = model.kv_shape.device
     kv = model.kv_shape.zeros(1, LENGTH_STEP)
     ids = torch.zeros(1, 1, dtype=torch.int64, device=device)

@@ -71,10 +71,8 @@ AttentionInterface.register(ATTENTION, _attention)
 
 
 class RowCache:
-    """KV cache in the interface of transformers.
-
-    It writes each row's new keys and values at that row's own positions.
-    """
+    """KV cache with the interface of transformers, which writes the new keys and values of each row at its
+    positions."""
 
     is_compileable = False
 
@@ -143,7 +141,7 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in tensors}
 
 
-def share(model: nn.Module) -> nn.Module:
+def share_tensors(model: nn.Module) -> nn.Module:
     """Return a copy of a module that shares all tensors with it."""
     memo = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     return copy.deepcopy(model, memo)
@@ -162,8 +160,8 @@ class Program:
         self.traced = traced
 
 
-def direct(model: nn.Module) -> Program:
-    """Return a program that runs the model's own code. It ignores `weights`, because they are in the model."""
+def direct_program(model: nn.Module) -> Program:
+    """Return an untraced program, which runs the model's own code. It ignores the argument `weights`."""
 
     def decode(_: Sequence[Tensor], ids: Tensor, at: Tensor, window: Tensor, kv: Tensor, *sampling: Tensor) -> Decoded:
         return _decode(model, ids, at, window, kv, *sampling)
@@ -175,25 +173,25 @@ def direct(model: nn.Module) -> Program:
 
 
 class Programs:
-    """Cache of forward passes that were compiled (traced) for a model architecture, shared by all versions. Only the
-    loading thread uses it.
-    """
+    """Cache of traced programs by model architecture, shared by all versions. Only the loading thread uses it."""
 
     def __init__(self, *, trace: bool) -> None:
         self._trace = trace
         self._programs: dict[str, Program | None] = {}
 
-    def of(self, model: nn.Module, folders: Sequence[Path], scratch: Scratch, context: int) -> Program:
-        """Return the program for a model: a traced one, or else one that runs the model's own code.
+    def get_program(self, model: nn.Module, folders: Sequence[Path], scratch: Scratch, context: int) -> Program:
+        """Return the program of a model: traced if possible, otherwise one that runs the model's own code.
 
         Args:
+            model: the model.
             folders: folders with the model's configuration files.
+            scratch: function that returns zeroed KV for a trial run.
             context: number of positions for which the program must be correct.
         """
         key = _architecture_key(model, folders)
         if key not in self._programs:
             self._programs[key] = _trace_or_none(model, scratch, context) if self._trace else None
-        return self._programs[key] or direct(model)
+        return self._programs[key] or direct_program(model)
 
 
 def _decode(
@@ -234,7 +232,7 @@ def _trace_or_none(model: nn.Module, scratch: Scratch, context: int) -> Program 
 
 
 def _trace(model: nn.Module, scratch: Scratch) -> Program:
-    skeleton = share(model)
+    skeleton = share_tensors(model)
     slots = [_tensor_slot(skeleton, name) for name in tensors_of(model)]
 
     def adopt(weights: Sequence[Tensor]) -> nn.Module:
@@ -260,14 +258,14 @@ def _trace(model: nn.Module, scratch: Scratch) -> Program:
 
 
 def _tensor_slot(model: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Return the dictionary of a module that has the tensor, and its key there."""
+    """Return the dictionary of a submodule that contains the tensor `name`, and the tensor's key in it."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     return (module._parameters if leaf in module._parameters else module._buffers), leaf
 
 
 def _plain_executor(function: Any) -> Callable[..., Any]:
-    """Return a call without the profiling executor, which would compile again for every new shape."""
+    """Wrap a traced function so that PyTorch's profiling executor does not compile it again for every new shape."""
 
     def call(*inputs: object) -> Any:
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
@@ -290,11 +288,12 @@ def _example(scratch: Scratch, rows: int, queries: int, past: int = 7) -> tuple[
 
 @torch.inference_mode()
 def _difference(program: Program, model: nn.Module, scratch: Scratch, context: int) -> float:
-    """Return the largest difference between the traced program and the model's own code, in logits and KV, on shapes
-    for which it was not traced, as a share of the largest value.
+    """Return the largest difference in logits and KV between a traced program and the model's own code.
+
+    It is a share of the largest value, and measured on shapes for which the program was not traced.
     """
     weights = list(tensors_of(model).values())
-    reference = direct(model)
+    reference = direct_program(model)
     worst = 0.0
     for rows, queries, past in ((1, 1, 0), (5, 1, 30), (1, 1, context - 2), (1, 2, 0), (2, 9, 13)):
         inputs, copies = (_example(scratch, rows, queries, past) for _ in range(2))
@@ -314,6 +313,6 @@ def as_number(difference: Tensor) -> float:
 
 
 def _accepted_difference(kv: Tensor) -> float:
-    """Return the difference up to which a trace is used, for a model with such KV `[2 * layers, ...]`."""
+    """Return the largest accepted result of `_difference`, for a model with KV like `kv` (`[2 * layers, ...]`)."""
     layers = kv.shape[0] / 2
     return min(_DIFFERENCE_MAX, _ROUNDINGS_MAX * torch.finfo(kv.dtype).eps * math.sqrt(layers))

@@ -17,10 +17,9 @@ log = get_logger(__name__)
 
 
 class RowSampler:
-    """Sampler for the rows of a batch that need more than temperature: grammars, biases, penalties or truncation such
-    as top-p.
+    """Sampler for rows of a batch with grammars, biases, penalties or truncation such as top-p.
 
-    It counts sampled tokens for penalties, by row of the batch.
+    It also counts the sampled tokens of each row, for penalties.
     """
 
     def __init__(self, model: Model, rows: RowParameters, sequences_max: int) -> None:
@@ -32,12 +31,16 @@ class RowSampler:
     def draw(
         self, running: SequenceOf[Sequence], special: int, logits: Tensor, plain: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sample one token for each row: return `plain`, or sample again if a row has a grammar, biases, penalties or
-        truncation.
+        """Sample one token for each row: return `plain` if `special` is 0, otherwise sample with the rows' options.
 
         Args:
-            special: combined bits of all rows (`HELD` and others).
-            plain: ids, logprobs and all logprobs that the traced program has sampled without these.
+            running: the sequences of the rows.
+            special: combined option bits of all rows (`HELD` and others).
+            logits: logits of the rows.
+            plain: ids, logprobs and all logprobs that the traced program has sampled without these options.
+
+        Returns:
+            The ids of the sampled tokens, their logprobs, and all logprobs.
         """
         rows, count = self._rows, len(running)
         if not special & (HELD | PENALISED | TRUNCATED | BIASED):
@@ -96,9 +99,7 @@ class RowSampler:
         logits.index_put_((index[0], index[1]), added, accumulate=True)
 
     def _find_sets(self, running: SequenceOf[Sequence], logprobs: Tensor) -> None:
-        """Store in each sequence the set of tokens from which its next token is sampled: those that top-p, top-k and
-        min-p did not mask.
-        """
+        """Store in each truncated sequence the set of tokens that top-p, top-k and min-p did not mask in this step."""
         rows = [row for row, sequence in enumerate(running) if sequence.sets is not None]
         if not rows:
             return
@@ -108,9 +109,7 @@ class RowSampler:
             running[row].allowed = allowed_V.nonzero().flatten().tolist() if fits else None
 
     def count_earlier(self, row: int, sequence: Sequence) -> None:
-        """Initialize the token counts for presence and frequency penalties of a row that begins to decode, from the
-        tokens of its answer so far.
-        """
+        """Initialize the token counts of a row that begins to decode, from the tokens of its answer so far."""
         if not self._rows.special[row] & PENALISED:
             return
         device = self._model.kv_shape.device
@@ -120,7 +119,7 @@ class RowSampler:
         self.counts[row] = torch.bincount(sampled, minlength=self._model.vocabulary)
 
     def move(self, source: int, target: int) -> None:
-        """Copy the penalty counts of row `source` to row `target`, to which its sequence moves."""
+        """Copy the token counts of row `source` to row `target`, to which its sequence moves."""
         if self.counts is not None:
             self.counts[target] = self.counts[source]
 

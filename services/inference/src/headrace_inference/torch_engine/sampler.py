@@ -18,14 +18,14 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Decorrelate counters with the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Return pseudo-random integers for counters, by the finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
 
 
 def uniform(seeds: NDArray[np.uint64], drawn: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Return numbers in [0, 1) with 53 bits: number `drawn` of the random stream of each seed."""
+    """Return for each seed the number at position `drawn` of its random stream: uniform in [0, 1), with 53 bits."""
     bits = mix(seeds + (drawn + np.uint64(1)) * _GOLDEN)
     scaled: NDArray[np.float64] = (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
     return scaled

@@ -28,7 +28,7 @@ support."""
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice while it is sampled. After it was submitted, only the worker's thread uses it."""
+    """One choice that is being sampled, with its tokens and logprobs. Only the worker's thread uses it."""
 
     owner: object
     """Generation that the tokens are delivered to. All its sequences are aborted together."""
@@ -116,7 +116,7 @@ class Sequence:
             return self._fail(version, f"{type(error).__name__} while reading a token")
         self.filled += 1
         self.ended = finish is not None
-        return self.undelivered(finish)
+        return self.tokens_to_deliver(finish)
 
     def _store_set(self, sets: list[list[int]]) -> None:
         if self.allowed is None:
@@ -131,28 +131,35 @@ class Sequence:
         self.filled = 0  # its KV may contain NaN, so it must not be cached
         return EngineFailed(f"{version}: {reason} after {len(self.tokens)} tokens")
 
-    def undelivered(self, finish: Finish | None) -> Tokens | None:
-        """Return the tokens to deliver after a step; None if there are none yet.
-
-        When streaming, these are the new tokens; otherwise all tokens at the end.
+    def tokens_to_deliver(self, finish: Finish | None) -> Tokens | None:
+        """Return the tokens to deliver after a step: the new token when streaming, otherwise all tokens at the end.
 
         Args:
-            finish: reason for which the sequence ended in this step; None if it goes on.
+            finish: reason for which the sequence ended in this step; None if it continues.
+
+        Returns:
+            The tokens, or None if there are none to deliver yet.
         """
         if self.stream:
             last = self.top[-1:] if self.sampling.top_logprobs else []
             return Tokens(
-                self.choice, self.tokens[-1:], self.logprobs[-1:], last, finish, self.cached, _flat(self.sets, 1)
+                self.choice,
+                self.tokens[-1:],
+                self.logprobs[-1:],
+                last,
+                finish,
+                self.cached,
+                _flatten_last(self.sets, 1),
             )
         if finish is None:
             return None
         begin = self.prompt_length + self.resumed
-        sets = _flat(self.sets, len(self.tokens) - begin)
+        sets = _flatten_last(self.sets, len(self.tokens) - begin)
         return Tokens(self.choice, self.tokens[begin:], self.logprobs, self.top, finish, self.cached, sets)
 
 
-def _flat(sets: list[list[int]] | None, count: int) -> list[int] | None:
-    """Return the last `count` sets as one list: the size of each set, then its ids."""
+def _flatten_last(sets: list[list[int]] | None, count: int) -> list[int] | None:
+    """Return the last `count` sets as one flat list: for each set its size, then its ids."""
     if sets is None:
         return None
     return [number for ids in sets[len(sets) - count :] for number in (len(ids), *ids)]

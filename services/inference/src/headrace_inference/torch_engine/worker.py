@@ -72,7 +72,7 @@ class Worker:
         """Run `work` in the thread between two steps."""
         self._inbox.put(work)
 
-    async def do(self, work: Callable[[], T]) -> T:
+    async def run_in_thread(self, work: Callable[[], T]) -> T:
         """Run `work` in the thread between two steps, and return its result."""
         future: Future[T] = Future()
 
@@ -95,13 +95,13 @@ class Worker:
         """
         batch = self._batches.pop(version, None)
         if batch is not None:
-            self._send([(sequence, EngineFailed(f"{version} is gone")) for sequence in batch.close()])
+            self._send([(sequence, EngineFailed(f"{version} was unloaded")) for sequence in batch.close()])
 
     def submit(self, version: str, sequence: Sequence) -> None:
         """Add a sequence to the batch of its version. Call it in the worker's thread."""
         batch = self._batches.get(version)
         if batch is None:
-            self._send([(sequence, EngineFailed(f"{version} is gone"))])
+            self._send([(sequence, EngineFailed(f"{version} was unloaded"))])
         else:
             batch.add(sequence)
 
@@ -118,7 +118,7 @@ class Worker:
                 while self._failures < _FAILURES_MAX and self._take_work():
                     deliveries: list[Delivery] = []
                     for batch in list(self._batches.values()):
-                        if batch.busy:
+                        if batch.is_busy:
                             deliveries += self._step(batch)
                     if deliveries:
                         self._send(deliveries)
@@ -131,7 +131,7 @@ class Worker:
         """Run posted work, and wait for it if there is nothing to compute. Return False if the thread must end."""
         while True:
             try:
-                work = self._inbox.get(block=not any(batch.busy for batch in self._batches.values()))
+                work = self._inbox.get(block=not any(batch.is_busy for batch in self._batches.values()))
             except queue.Empty:
                 return True
             if work is None:
@@ -150,7 +150,8 @@ class Worker:
         return deliveries
 
     def _recover(self, batch: DecodeBatch, error: Exception) -> list[Delivery]:
-        """Retry the sequences of a failed step in groups, or end all of them if the model itself cannot compute."""
+        """Let the batch retry the sequences of a failed step, or fail all of them if the model itself cannot
+        compute."""
         version = batch.model.version
         try:
             compute_control(batch.model)

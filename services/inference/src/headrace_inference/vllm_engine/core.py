@@ -96,7 +96,7 @@ class Request:
 
 @dataclass(frozen=True)
 class StartedCore:
-    """An engine core that has started, with the limits of its model."""
+    """A started engine core of vLLM, with vocabulary size and context length of its model."""
 
     llm: LLM
     vocabulary: int
@@ -121,9 +121,7 @@ class Library(Protocol):
 
 @dataclass(eq=False)
 class Core:
-    """A running vLLM engine process and the versions that it serves: one full version and LoRA adapters for its
-    weights.
-    """
+    """A running engine core of vLLM and its loaded versions: one full version and LoRA adapters for it."""
 
     base: str
     started: StartedCore
@@ -141,7 +139,7 @@ class Core:
         return len(self.versions - {self.base})
 
     async def stop(self) -> None:
-        """End the process of the engine core. Its output handler ends first, because it would log a failure."""
+        """Stop the process of the engine core, after its output handler, which would otherwise log a failure."""
         handler: asyncio.Task[None] | None = getattr(self.llm, "output_handler", None)
         if handler is not None:
             handler.cancel()

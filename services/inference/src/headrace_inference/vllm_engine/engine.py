@@ -23,7 +23,7 @@ from headrace_inference.errors import (
 from headrace_inference.streams import OpenStreams, Stream
 from headrace_inference.vllm_engine import probing
 from headrace_inference.vllm_engine.core import Core, Library, Request, RequestPiece, StartedCore
-from headrace_inference.vllm_engine.requests import ranked_of, refuse_unsupported, request_of, tokens_of, until_stopped
+from headrace_inference.vllm_engine.requests import cut_at_stop, ranked_of, refuse_unsupported, request_of, tokens_of
 from headrace_inference.vllm_engine.settings import VllmSettings
 from headrace_runtime.process.logs import get_logger
 from headrace_schemas import Probe
@@ -38,10 +38,8 @@ priority of a user's choice is the number of unfinished choices of the tenant, s
 
 
 @dataclass(frozen=True, eq=False)
-class _Loaded:
-    """A version that a vLLM engine process (core) has loaded. `adapter` is its LoRA request; None for the core's own
-    weights.
-    """
+class _LoadedVersion:
+    """A version that an engine core of vLLM has loaded. `adapter` is its LoRA request, or None for the full version."""
 
     manifest: Manifest
     core: Core
@@ -69,7 +67,7 @@ class VllmEngine:
         self._library = library
         self.capacity = settings.sequences_max
         self._cores: dict[str, Core] = {}
-        self._loaded: dict[str, _Loaded] = {}
+        self._loaded: dict[str, _LoadedVersion] = {}
         self._numbers = itertools.count(1)
         self._streams = OpenStreams(self._abort)
         self._tasks: dict[Stream, set[asyncio.Task[None]]] = {}
@@ -83,7 +81,7 @@ class VllmEngine:
         self.check()
         if manifest.kind == "full":
             core = self._cores.get(manifest.version) or await self._start(folder, manifest.version)
-            loaded = _Loaded(manifest, core)
+            loaded = _LoadedVersion(manifest, core)
         else:
             loaded = await self._adapter(folder, manifest)
         loaded.core.versions.add(manifest.version)
@@ -93,7 +91,7 @@ class VllmEngine:
         loaded = self._loaded.pop(version, None)
         if loaded is None:
             return
-        self._streams.fail(EngineFailed(f"{version} is gone"), version)
+        self._streams.fail(EngineFailed(f"{version} was unloaded"), version)
         with contextlib.suppress(KeyError):
             metrics.RUNNING.remove(version)
         core = loaded.core
@@ -111,7 +109,7 @@ class VllmEngine:
         cores = {loaded.core, parent.core} if parent is not None else {loaded.core}
         async with contextlib.AsyncExitStack() as stack:
             for core in sorted(cores, key=lambda core: core.base):
-                await stack.enter_async_context(core.separation.probing())
+                await stack.enter_async_context(core.separation.enter_probe())
             await stack.enter_async_context(asyncio.timeout(self._settings.start_timeout_s))
             return await probing.probe(
                 loaded.manifest.fingerprint,
@@ -141,7 +139,7 @@ class VllmEngine:
         core = self._cores[version] = Core(version, started)
         return core
 
-    async def _adapter(self, folder: Path, manifest: Manifest) -> _Loaded:
+    async def _adapter(self, folder: Path, manifest: Manifest) -> _LoadedVersion:
         version, core = manifest.version, self._cores.get(manifest.base or "")
         if core is None:
             raise VersionUnusable(f"{version}: its base {manifest.base} is not loaded; routing must serve it too")
@@ -149,7 +147,7 @@ class VllmEngine:
             limit = f"inference.vllm.adapters_max allows {self._settings.adapters_max} adapters of one version"
             raise NoRoom(f"{version}: {limit}, and {core.adapters} are loaded")
         try:
-            probing.check(folder, self._settings.adapter_rank_max)
+            probing.check_adapter(folder, self._settings.adapter_rank_max)
         except VersionUnusable as error:
             raise VersionUnusable(f"{version}: {error}") from error
         number = next(self._numbers)
@@ -164,7 +162,7 @@ class VllmEngine:
                 await core.llm.remove_lora(number)
             reason = str(error)[:_REASON_LENGTH_MAX] or type(error).__name__
             raise VersionUnusable(f"{version}: vLLM refuses the adapter: {reason}") from error
-        return _Loaded(manifest, core, adapter, number)
+        return _LoadedVersion(manifest, core, adapter, number)
 
     # Requests
 
@@ -201,13 +199,13 @@ class VllmEngine:
         return opened
 
     async def _sample(
-        self, stream: Stream, loaded: _Loaded, prompt: object, request: Request, converter: _OutputConverter
+        self, stream: Stream, loaded: _LoadedVersion, prompt: object, request: Request, converter: _OutputConverter
     ) -> None:
         """Sample one choice up to its end, and deliver its tokens to the stream."""
         version, core = loaded.version, loaded.core
         try:
             async with (
-                core.separation.answering(request.logprobs > 0),
+                core.separation.enter_request(request.logprobs > 0),
                 contextlib.aclosing(self._outputs(loaded, prompt, request)) as outputs,
             ):
                 async for output in outputs:
@@ -224,10 +222,10 @@ class VllmEngine:
             log.exception("request_failed", version=version)
             stream.put(EngineFailed(f"{version}: {type(error).__name__} while computing"))
 
-    def _logprob_function(self, loaded: _Loaded) -> probing.LogprobFunction:
-        """Return a function that computes the logprob of one next token after a prompt with a loaded version.
+    def _logprob_function(self, loaded: _LoadedVersion) -> probing.LogprobFunction:
+        """Return a function that computes the logprob of one token after a prompt under a loaded version.
 
-        vLLM caches prompts under a key of this function, so that two versions never share a cached prompt.
+        Each function has its own salt for vLLM's prompt cache, so that it reuses no prompt of earlier requests.
         """
         salt = f"{loaded.version}/{uuid.uuid4().hex}"
 
@@ -243,7 +241,7 @@ class VllmEngine:
 
         return logprob
 
-    def _outputs(self, loaded: _Loaded, prompt: object, request: Request) -> AsyncGenerator[RequestPiece, None]:
+    def _outputs(self, loaded: _LoadedVersion, prompt: object, request: Request) -> AsyncGenerator[RequestPiece, None]:
         request_id = f"{loaded.version}/{uuid.uuid4().hex}"
         parameters = self._library.parameters(request)
         return loaded.core.llm.generate(
@@ -307,7 +305,7 @@ class VllmEngine:
         self._cores.clear()
         self._loaded.clear()
 
-    def _find(self, version: str) -> _Loaded:
+    def _find(self, version: str) -> _LoadedVersion:
         loaded = self._loaded.get(version)
         if loaded is None:
             raise UnknownVersion(version)
@@ -329,7 +327,7 @@ class _OutputConverter:
     def convert(self, output: RequestPiece) -> Tokens | None:
         """Return the tokens to deliver; None if there are none yet. Raises `EngineFailed` for an invalid output."""
         tokens = tokens_of(output, self._start.choice, self._prompt_length, self._top, self._ranked)
-        tokens = until_stopped(tokens, self._start)
+        tokens = cut_at_stop(tokens, self._start)
         self.finished = tokens.finish is not None
         metrics.SAMPLED_TOKENS.inc(len(tokens.token_ids))
         if not self._begun:

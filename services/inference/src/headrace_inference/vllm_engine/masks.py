@@ -63,7 +63,8 @@ def use_own_masks() -> None:
 
 
 def check_masks() -> None:
-    """Raise `RuntimeError` if vLLM does not use `HeadraceBackend`, so that turns would record other masks."""
+    """Raise `RuntimeError` if vLLM does not use `HeadraceBackend`, so that its masks would differ from the
+    trainer's."""
     if vllm_grammars.GuidanceBackend is not HeadraceBackend:
         raise RuntimeError(
             "vLLM has not loaded its plugin 'headrace_masks', so its masks would differ from those that turns "

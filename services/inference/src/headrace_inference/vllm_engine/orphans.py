@@ -18,8 +18,9 @@ _INTERVAL_S = 0.5
 
 
 def end_with_the_service() -> None:
-    """Make a child process end when the service that started it has died, by a thread that checks its parent. In other
-    processes it does nothing.
+    """Start a thread that ends this process when the service that started it has died.
+
+    It has no effect in processes that the service did not start.
     """
     service = os.environ.get(VARIABLE)
     if service and service != str(os.getpid()) and threading.current_thread() is threading.main_thread():

@@ -54,7 +54,7 @@ class VllmTools:
         """Parse the complete answer, and return its calls with the content that was not returned yet."""
         if not self._text:
             return ParsedText()
-        extracted = _or_none(partial(self._make().extract_tool_calls, self._text, self._request))
+        extracted = _call_or_none(partial(self._make().extract_tool_calls, self._text, self._request))
         content, calls = self._text, []
         if extracted is not None and extracted.tools_called:
             content = extracted.content or ""
@@ -84,8 +84,9 @@ class VllmReasoning:
         return "", ""
 
 
-def _or_none(read: Callable[[], T]) -> T | None:
-    """Call a parser; return None if it raises an exception, so that the text is delivered unparsed."""
+def _call_or_none(read: Callable[[], T]) -> T | None:
+    """Return the result of `read`, which calls a parser of vLLM, or None if it raises an exception (which is
+    logged)."""
     try:
         return read()
     except Exception as error:  # noqa: BLE001 (a parser may raise anything)

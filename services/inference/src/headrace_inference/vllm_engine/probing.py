@@ -44,12 +44,12 @@ async def probe(
     concurrency: int,
     tolerance: float,
 ) -> Probe:
-    """Check that the engine computes with the right weights: compare its logprobs of a version with the fingerprint,
-    and with those of the parent version.
+    """Compare the engine's logprobs of a version with the fingerprint and with its logprobs of the parent version.
 
     Args:
-        version: computes logprobs of the version.
-        parent: computes logprobs of the parent; None if it is not loaded.
+        fingerprint: tokens with the logprobs that the trainer computed.
+        version: function that computes logprobs of the version.
+        parent: function that computes logprobs of the parent; None if it is not loaded.
         concurrency: largest number of requests at a time.
         tolerance: largest accepted difference from the fingerprint, in nats.
     """
@@ -82,7 +82,7 @@ def _difference(logprobs: Sequence[float], reference: Sequence[float]) -> float:
     return difference if all(a == a for a in logprobs) else float("inf")
 
 
-def check(folder: Path, rank_max: int) -> None:
+def check_adapter(folder: Path, rank_max: int) -> None:
     """Check the folder of an adapter before vLLM loads it.
 
     Raises:
@@ -118,11 +118,8 @@ class StepSeparation:
         self._probes_waiting = 0
 
     @contextlib.asynccontextmanager
-    async def answering(self, top_logprobs: bool) -> AsyncIterator[None]:
-        """Context in which a request is answered.
-
-        A request with `top_logprobs` first waits until no probe runs or waits.
-        """
+    async def enter_request(self, top_logprobs: bool) -> AsyncIterator[None]:
+        """Open a context for a request. With `top_logprobs` it first waits until no probe runs or waits."""
         if not top_logprobs:
             yield
             return
@@ -136,8 +133,8 @@ class StepSeparation:
             await self._notify()
 
     @contextlib.asynccontextmanager
-    async def probing(self) -> AsyncIterator[None]:
-        """Context in which a probe runs. It first waits until no request with `top_logprobs` runs."""
+    async def enter_probe(self) -> AsyncIterator[None]:
+        """Open a context for a probe. It first waits until no request with `top_logprobs` runs."""
         self._probes_waiting += 1
         try:
             async with self._changed:

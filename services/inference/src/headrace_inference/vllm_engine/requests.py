@@ -63,8 +63,9 @@ def request_of(sampling: Sampling, start: Start, max_tokens: int, *, stream: boo
 
 
 def ranked_of(sampling: Sampling) -> int:
-    """Return how many of the most likely tokens vLLM must report at each position, so that the tokens left by top-k,
-    top-p and min-p are known. 0 without such truncation.
+    """Return how many of the most likely tokens vLLM must report at each position to reveal the truncated sets.
+
+    These are the sets of tokens that top-k, top-p and min-p leave. Without truncation it is 0.
     """
     if not sampling.truncated or not sampling.temperature:
         return 0
@@ -143,7 +144,7 @@ def _most_likely(entry: Mapping[int, LogprobEntry], count: int) -> list[tuple[in
     return [(token, scored.logprob) for token, scored in ranked[:count]]
 
 
-def until_stopped(tokens: Tokens, start: Start) -> Tokens:
+def cut_at_stop(tokens: Tokens, start: Start) -> Tokens:
     """Return `tokens` up to the first one for which `start.until` is true. vLLM may have sampled further ones."""
     if start.until is None:
         return tokens

@@ -102,11 +102,7 @@ class LineageState:
         """Set the next offset to read of a partition, after the record at `offset` was handled.
 
         Args:
-            topic: topic of the record.
-            partition: partition of the record.
-            offset: offset of the record.
-            reported: whether training reports contain the record's position in the order of reading. They do for
-                experiences, because batches depend on this order.
+            reported: whether reports contain the record's position in the order of reading, on which batches depend.
         """
         self.offsets.setdefault(topic, {})[partition] = offset + 1
         if not reported:
@@ -144,10 +140,7 @@ class LineageState:
         return decision
 
     def is_correction(self, item: WaitingExperience) -> bool:
-        """Return whether the experience was trained before and the advantages of all its pending updates are known, so
-        that
-        it needs no group.
-        """
+        """Return whether the experience was trained before and the advantages of its pending updates are all known."""
         entry = self.window.get(item.experience.experience_id)
         if entry is None or not entry.trained or self.limits.signals.rewards_alone:
             return entry is not None and entry.trained
@@ -167,19 +160,13 @@ class LineageState:
         return updates
 
     def winsorise_rewards(self, experience: Experience) -> Experience:
-        """Return the experience with outliers among its rewards winsorised, as it is trained.
-
-        A reward beyond `reward_max` stays unchanged, so that the experience is dropped because of it.
-        """
+        """Return the experience with winsorised outliers; unchanged if its reward is beyond `reward_max`."""
         if abs(experience.reward or 0.0) > self.limits.reward_max:
             return experience
         return self.baselines.ranges.winsorise(experience, self.limits.ranges)
 
     def open_answers(self, item: WaitingExperience) -> tuple[Example, ...]:
-        """Return the answers of a waiting experience that can only be trained together with their counterpart.
-
-        Answers that were trained before need no counterpart.
-        """
+        """Return the answers of a waiting experience whose first training needs their counterpart in the same batch."""
         return tuple(update.example for update in self.pending_updates(item) if update.is_new and update.example.pair)
 
     def has_corrections(self, item: WaitingExperience) -> bool:
@@ -215,13 +202,9 @@ class LineageState:
         self.restored.append(RestoredOutcome(experience_id=name, revision=revision))
 
     def bus_positions(self, names: Iterable[str]) -> dict[tuple[int, int], str]:
-        """Return where on the bus to read the experiences again that can be trained again.
+        """Return the ids of the experiences that can be trained again, by partition and offset on the bus.
 
-        Args:
-            names: ids of the experiences.
-
-        Returns:
-            The experience ids by partition and offset, at most as many as the queue can still admit.
+        There are at most as many as the queue can still admit.
         """
         positions: dict[tuple[int, int], str] = {}
         for name in names:
@@ -405,14 +388,7 @@ class LineageState:
         detail: str | None = None,
         records: Sequence[TrainedExperience] = (),
     ) -> None:
-        """Record the outcome of a revision of an experience.
-
-        Args:
-            experience: the revision.
-            dropped: reason why it was dropped, or None if it was trained.
-            detail: detail of that reason.
-            records: its examples as a step trained them.
-        """
+        """Record the outcome of a revision: the reason why it was dropped, or its trained examples in `records`."""
         left_out = self.limits.left_out_turns(experience, {record.example.turn_id for record in records})
         outcome = reports.training_outcome(experience, dropped, detail, left_out, records, self.limits.rules)
         self.outcomes.append(outcome)

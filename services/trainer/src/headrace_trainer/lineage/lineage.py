@@ -133,8 +133,7 @@ class Lineage:
         """Return the batch to train now, empty if no batch is complete or training is stopped; see `Cutter.next`.
 
         Args:
-            recorded_size: in a replay, the size of the batch that the original training formed after the record that
-                was just read.
+            recorded_size: in a replay, the size of the batch that the original formed after the record just read.
             at_end: whether no more experiences will arrive.
         """
         if self.health.stopped is not None:
@@ -261,11 +260,7 @@ class Lineage:
         return prepare(items, self.state, settings.advantage, self._decay, full_batch_rows, settings.loss)
 
     def _handle_refusal(self, refused: StepRefused, experiences: int) -> None:
-        """Handle a step that the algorithm refused: wait for more experiences if a larger batch may be accepted,
-        otherwise stop training.
-
-        The batch waits only if it is larger than the batch that was refused before.
-        """
+        """Handle a refused step: let the batch wait if it has grown since the last refusal, otherwise stop training."""
         if refused.undecided and experiences > self._undecided:
             log.info(
                 "step_waits",
@@ -287,11 +282,7 @@ class Lineage:
         return interval > 0 and self.state.steps % interval == 0
 
     def revert_to_last_version(self) -> dict[str, tuple[int, ...]]:
-        """Reset the weights to the last version, without the steps that stopped training.
-
-        Returns:
-            The lost revisions of each experience (`LineageState.go_back`). Pass them to `LineageState.undo`.
-        """
+        """Reset the weights to the last version, and return the lost revisions as `control` does."""
         return self._go_back(self.state.history.head)
 
     def resume(self) -> None:
