@@ -85,10 +85,10 @@ def updated_weights(device: str) -> Tensor:
     for number in range(6):
         for weight in weights.values():
             weight.grad = torch.randn(weight.shape, generator=draw).to(device)
-        stashed = optimizer.stash() if number == 3 else {}
+        stashed = optimizer.pop_gradients() if number == 3 else {}
         for weight in weights.values() if stashed else ():
             weight.grad = torch.randn(weight.shape, generator=draw).to(device)
-        optimizer.take(1.0)
+        optimizer.clip_gradients(1.0)
         optimizer.apply(1.0, stashed)
     return torch.cat([weight.detach().flatten().double().cpu() for weight in weights.values()])
 

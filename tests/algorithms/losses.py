@@ -276,7 +276,7 @@ def revision_difference(seed: int, gamma: float, lam: float) -> float:
     generator = np.random.default_rng(seed)
     values, old, new = generator.normal(0, 1, 9), 0.25, -1.5
     difference = oracle.gae(values, new, gamma, lam) - oracle.gae(values, old, gamma, lam)
-    return float(np.abs(token_advantages.shares(9, gamma, lam) * (new - old) - difference).max())
+    return float(np.abs(token_advantages.reward_weights(9, gamma, lam) * (new - old) - difference).max())
 
 
 def _group(kind: str, rewards: Sequence[float], settings: AdvantageSettings) -> oracle.Floats:

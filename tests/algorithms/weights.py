@@ -128,14 +128,14 @@ def _of_corrections(policy: Policy, batch: Batch, settings: TrainerSettings) -> 
     """Their gradients as they are stashed, before anything is done with them."""
     stashed_gradients: dict[str, Tensor] = {}
     optimizer = Optimizer(policy.parameters, OptimizerSettings(learning_rate=1e-12, beta1=0.0))
-    sound = optimizer.stash
+    sound = optimizer.pop_gradients
 
-    def stash() -> dict[str, Tensor]:
+    def pop_gradients() -> dict[str, Tensor]:
         stashed = sound()
         stashed_gradients.update({key: tensor.clone() for key, tensor in stashed.items()})
         return stashed
 
-    optimizer.stash = stash  # type: ignore[method-assign]
+    optimizer.pop_gradients = pop_gradients  # type: ignore[method-assign]
     train(policy, optimizer, batch, settings.loss, 4096, GOING_ON)
     return stashed_gradients
 

@@ -25,7 +25,7 @@ from headrace_trainer.torch_learner import native
 from headrace_trainer.torch_learner.model import attention, policy
 from headrace_trainer.torch_learner.model.blocks import Block
 from headrace_trainer.torch_learner.model.policy import Policy
-from headrace_trainer.torch_learner.native import NativeLogprobs, examine
+from headrace_trainer.torch_learner.native import NativeLogprobs, compare_base
 from tests.architectures.catalog import CATALOG
 from tests.support import tiny_model
 from tests.unit.trainer.conftest import Make
@@ -73,14 +73,14 @@ def test_a_planted_fault_is_refused_with_its_place(
     models: Models, monkeypatch: pytest.MonkeyPatch, name: str, where: str, packing: str, fault: Any, message: str
 ) -> None:
     of_base = settings(models(name), compute={"packing": packing})
-    comparison = examine(of_base)
+    comparison = compare_base(of_base)
     assert comparison.difference is not None
     assert comparison.difference < 5e-5
     module, _, attribute = where.partition(".")
     monkeypatch.setattr(f"headrace_trainer.torch_learner.model.{module}.{attribute}", fault)
     setting = "compute.packing = 'blocks'" if packing == "blocks" else "base = "
     with pytest.raises(SettingError, match=rf"trainer\.{setting}.*differs from its own eager.*{message}"):
-        examine(of_base)
+        compare_base(of_base)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_planted_fault_is_refused_with_its_place(
 )
 def test_attention_of_another_kind_is_refused_by_name(models: Models, name: str, reason: str) -> None:
     with pytest.raises(SettingError, match=rf"packing = 'blocks': \w+ForCausalLM cannot be packed .*{reason}.*padded"):
-        examine(settings(models(name)))
+        compare_base(settings(models(name)))
 
 
 def test_one_key_too_many_is_found(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,14 +103,14 @@ def test_one_key_too_many_is_found(models: Models, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(attention.SequenceMask, "of", wider)
     with pytest.raises(SettingError, match=r"nats .*sliding_window = 24"):
-        examine(settings(models("Mistral, sliding window")))
+        compare_base(settings(models("Mistral, sliding window")))
 
 
 def test_a_short_comparison_cannot_find_it_and_says_so(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """The sequences must be longer than the attention window; a smaller budget reports the parts that were not
     compared."""
     monkeypatch.setattr(attention.SequenceMask, "of", without_mask)
-    comparison = examine(settings(models("Mistral, sliding window"), native={"tokens": 24}))
+    comparison = compare_base(settings(models("Mistral, sliding window"), native={"tokens": 24}))
     assert comparison.difference is not None
     assert comparison.tokens == 24
     assert comparison.unseen == (
@@ -151,7 +151,9 @@ def test_what_was_not_compared_is_in_the_log(make: Make, tmp_path: Path) -> None
 
 def test_a_wider_bound_accepts_it(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "_padded_attention", lambda _: None)
-    comparison = examine(settings(models("Gemma 2"), compute={"packing": "padded"}, native={"difference_max": 0.2}))
+    comparison = compare_base(
+        settings(models("Gemma 2"), compute={"packing": "padded"}, native={"difference_max": 0.2})
+    )
     assert comparison.difference is not None
     assert 1e-3 < comparison.difference < 0.2
 
@@ -161,13 +163,13 @@ def test_frozen_weights_in_bfloat16_are_compared_by_their_means(
     models: Models, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     of_base = settings(models(name), lora={"rank": 4}, compute={"dtype": "bfloat16"})
-    comparison = examine(of_base)
+    comparison = compare_base(of_base)
     assert comparison.difference is not None
     assert 0 < comparison.difference < 0.1, "rounding is within the bound"
     monkeypatch.setattr(attention.SequenceMask, "of", without_mask)
     if "window" in name:
         with pytest.raises(SettingError, match="beyond sliding_window"):
-            examine(of_base)
+            compare_base(of_base)
 
 
 def test_few_tokens_that_went_to_other_experts_are_no_fault(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,15 +181,15 @@ def test_few_tokens_that_went_to_other_experts_are_no_fault(models: Models, monk
         return logprobs_N
 
     monkeypatch.setattr(native, "_logprobs", rerouted)
-    assert (examine(settings(models("Mixtral"))).difference or 0) < 1e-4
+    assert (compare_base(settings(models("Mixtral"))).difference or 0) < 1e-4
     with pytest.raises(SettingError, match=r"0\.5 nats"):
-        examine(settings(models("Llama")))
+        compare_base(settings(models("Llama")))
 
 
 def test_a_number_that_is_none_is_refused(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "_logprobs", lambda policy, batch: torch.full(batch.targets_N.shape, float("nan")))
     with pytest.raises(SettingError, match="by nan nats"):
-        examine(settings(models("Llama")))
+        compare_base(settings(models("Llama")))
 
 
 def test_no_room_for_the_comparison_names_its_setting(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +198,7 @@ def test_no_room_for_the_comparison_names_its_setting(models: Models, monkeypatc
 
     monkeypatch.setattr(native, "_single_pass_logprobs", full)
     with pytest.raises(SettingError, match=r"trainer\.native\.tokens = 8192: LlamaForCausalLM runs out of memory"):
-        examine(settings(models("Llama")))
+        compare_base(settings(models("Llama")))
 
 
 @pytest.mark.parametrize("packing", ["blocks", pytest.param("padded", marks=pytest.mark.long)])
@@ -237,29 +239,31 @@ class Config:
 
 def test_a_plan_reaches_beyond_what_may_be_trained_and_no_further() -> None:
     of_base = settings(Path("x"))
-    plain = native.plan(Config(), of_base)
+    plain = native.plan_comparison(Config(), of_base)
     assert [row.length for row in plain.rows] == [24, 57, 200]
     assert all(7 not in row.token_ids_T for row in plain.rows), "no token that means something to the model"
     long = Config(sliding_window=4096, rope_parameters={"full": {"original_max_position_embeddings": 2048}})
-    plan = native.plan(long, of_base)
+    plan = native.plan_comparison(long, of_base)
     assert [row.length for row in plan.rows] == [24, 57, 200, 2081, 4129]
     assert plan.unseen == ()
     beyond = plan.places["beyond sliding_window = 4096"]
     assert beyond.sum() == 32, "what the last row predicts from position 4096 on"
     assert sum(row.loss_mask_T.sum() for row in plan.rows) == sum(mask.sum() for mask in plan.places.values())
     short = settings(Path("x"), memory={"sequence_tokens": 8192})
-    assert native.plan(Config(sliding_window=8192), short).unseen == (), "nothing so long is trained"
+    assert native.plan_comparison(Config(sliding_window=8192), short).unseen == (), "nothing so long is trained"
     budget = settings(Path("x"), memory={"sequence_tokens": 16_384})
-    assert native.plan(Config(sliding_window=8192), budget).unseen == ("tokens beyond sliding_window = 8192",)
+    assert native.plan_comparison(Config(sliding_window=8192), budget).unseen == (
+        "tokens beyond sliding_window = 8192",
+    )
 
 
 def test_a_row_of_several_sequences_is_as_wide_as_a_step_makes_it() -> None:
     """Some models count positions along the whole row, so that only a wide row shows a difference."""
     config = Config(max_position_embeddings=256, floor_scale=1000)
-    lengths = [row.length for row in native.plan(config, settings(Path("x"))).rows]
+    lengths = [row.length for row in native.plan_comparison(config, settings(Path("x"))).rows]
     assert sum(lengths) > 1000
     assert max(lengths) == 256
-    padded = native.plan(config, settings(Path("x"), compute={"packing": "padded"}))
+    padded = native.plan_comparison(config, settings(Path("x"), compute={"packing": "padded"}))
     assert sum(row.length for row in padded.rows) < 300
 
 

@@ -301,7 +301,7 @@ def test_the_device_is_waited_for_once_an_update(
 
 
 def test_the_gain_of_gradients_is_known_before_their_step(base: Path) -> None:
-    """`take` computes the scale before the second moments change, and the scale after the change is equal."""
+    """`clip_gradients` computes the scale before the second moments change, and the scale after the change is equal."""
     for kind in ("adamw", "muon"):
         policy = open_policy(base)
         settings = OptimizerSettings(kind=kind, learning_rate=1e-5, gradient_norm_max=0.5, warmup_updates=4)
@@ -313,7 +313,7 @@ def test_the_gain_of_gradients_is_known_before_their_step(base: Path) -> None:
                     None if "norm" in name and seed == 0 else torch.randn(parameter.shape, generator=generator)
                 )
             warmth, debt = optimizer._warmup_factor, optimizer._adam.gradient_gain(weight)
-            norm, _ = optimizer.take(weight)
+            norm, _ = optimizer.clip_gradients(weight)
             assert norm is not None
             expected = min(1.0, 0.5 / (norm + 1e-6)) * warmth * debt / optimizer._adam.scale
             assert optimizer.gain == pytest.approx(expected, rel=1e-6)

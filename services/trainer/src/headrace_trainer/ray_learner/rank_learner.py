@@ -115,9 +115,9 @@ class RankLearner:
 
         They replace those of the last copy.
         """
-        policy, about = self._inner.policy, tensors.about_state(self._settings.lineage)
+        policy, about = self._inner.policy, tensors.state_metadata(self._settings.lineage)
         self._ranges, sizes = [], {}
-        state = self._inner.optimizer.references() | tensors.random_state(policy)
+        state = self._inner.optimizer.state_tensors() | tensors.random_state(policy)
         for file, file_tensors in ((WEIGHTS, policy.parameters), (OPTIMIZER, state)):
             own_parts = {
                 name: version_parts.own_part(tensor, first=self._first) for name, tensor in file_tensors.items()

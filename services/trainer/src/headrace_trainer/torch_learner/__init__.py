@@ -22,9 +22,9 @@ def _open(folder: Path, settings: TrainerSettings) -> Learner:
 
 def _check(settings: TrainerSettings) -> None:
     if settings.native.tokens:
-        from headrace_trainer.torch_learner.native import examine
+        from headrace_trainer.torch_learner.native import compare_base
 
-        examine(settings)
+        compare_base(settings)
 
 
 def _check_layout(settings: TrainerSettings) -> None:

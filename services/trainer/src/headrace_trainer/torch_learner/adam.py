@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from headrace_trainer.settings import OptimizerSettings
-from headrace_trainer.torch_learner.stored_tensors import mean, with_layout_of
+from headrace_trainer.torch_learner.stored_tensors import copy_sharded_like, mean
 
 EPSILON = 1e-8
 _LIST_WEIGHTS_MAX = 1 << 27
@@ -36,7 +36,7 @@ CLOCK, SQUARES_CLOCK = "clock", "squares_clock"
 
 
 class Adam:
-    """AdamW for `parameters` in which contributions add up, as the module describes. It draws no random numbers."""
+    """AdamW for `parameters`, modified so that contributions add up, as the module describes. It is deterministic."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> None:
         self.parameters = dict(parameters)
@@ -50,10 +50,10 @@ class Adam:
         """Number of full batches whose gradients have entered the squares."""
 
     def gradient_gain(self, weight: float) -> float:
-        """Return the factor by which the gradient of a batch of this weight is multiplied.
+        """Return the factor by which to multiply the gradient of a batch with this weight.
 
-        In the first batches a part of each gradient stays in the growing debt `unspent`. The factor is above 1 there
-        by as much, so that these batches move the weights as far as later ones.
+        In the first batches a part of each gradient stays in the growing momentum `unspent`. The factor is above 1
+        then, so that these batches move the weights as far as later ones.
         """
         return 1.0 + (self._unspent_momentum(self.clock + weight) - self._unspent_momentum(self.clock)) / weight
 
@@ -113,7 +113,8 @@ class Adam:
         return self._logarithm(means)
 
     def _logarithm(self, means: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean over weights of the logarithm of their tensor's mean square, without tensors of zeros."""
+        """Return the mean, over all weights, of the logarithm of their tensor's mean square. Zero tensors are left
+        out."""
         if not means:
             return torch.full((), -torch.inf, dtype=torch.float64)
         each = torch.stack(list(means.values())).double()
@@ -175,10 +176,10 @@ class Adam:
         return denominator
 
     def _denominators(self, names: Sequence[str]) -> list[Tensor]:
-        """Return the denominators of gradients.
+        """Return the denominators by which gradients are divided: square roots of the running averages of squares.
 
-        The weight of the squares from before the first batch is given to the mean over the tensor, because the few
-        batches since then do not show the size of each single weight's gradient.
+        In the place of the unknown squares before the first batch, the average contains the mean over the tensor,
+        because a few batches do not show the size of each single weight's gradient.
         """
         squares = [self._tensor_of(self._squares, name) for name in names]
         denominators = [each + self._unobserved_share / (1 - self._unobserved_share) * mean(each) for each in squares]
@@ -187,7 +188,7 @@ class Adam:
         return denominators
 
     def _operation_lists(self, names: Iterable[str]) -> Iterator[list[str]]:
-        """Divide the parameters into lists, each of which one fused optimizer operation updates.
+        """Yield lists of parameter names, each of which is updated by one fused (`torch._foreach`) operation.
 
         On a CPU each list has one parameter, which then stays in the cache.
         """
@@ -212,7 +213,7 @@ class Adam:
         self.clock = self.squares_clock = 0.0
 
     def state(self) -> dict[str, Tensor]:
-        """Return references to the tensors of the state, by `<parameter>/<kind>`, and the clocks."""
+        """Return the tensors of the state without copying them, by `<parameter>/<kind>`, with the two clocks."""
         tensors = {f"{name}/unspent": tensor for name, tensor in self._unspent.items()}
         tensors |= {f"{name}/squares": tensor for name, tensor in self._squares.items()}
         clocks = {CLOCK: self.clock, SQUARES_CLOCK: self.squares_clock}
@@ -230,7 +231,7 @@ class Adam:
                 self.clock = self.squares_clock = float(value)
                 continue
             target = {"unspent": self._unspent, "exp_avg": averages}.get(kind, self._squares)
-            target[name] = with_layout_of(self.parameters[name], value)
+            target[name] = copy_sharded_like(self.parameters[name], value)
         if CLOCK in state:
             self.clock, self.squares_clock = float(state[CLOCK]), float(state[SQUARES_CLOCK])
         debt = self._unspent_momentum(self.clock)

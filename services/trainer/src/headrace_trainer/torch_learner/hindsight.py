@@ -64,12 +64,13 @@ class HindsightTeacher:
     def estimate(
         self, policy: Policy, first: Sequence[Pack], corrections: Sequence[Pack], stop: threading.Event
     ) -> tuple[list[Pack], list[Pack]]:
-        """Set the advantages of the tokens of all passes.
+        """Return the forward passes with the advantages of their tokens set.
 
-        Rows of a refused step are not remembered, because they are measured again with the batch that they are in next.
+        If the step is refused, the measurements of its rows are discarded, because their next batch measures them
+        again.
 
         Raises:
-            StepRefused: the gap between teacher and student is not surely positive.
+            StepRefused: the gap between teacher and student is not significantly positive.
         """
         self._policy, self._stop, self._measured = policy, stop, {}
         rows = [row for pack in first for row in pack.rows]
@@ -90,7 +91,7 @@ class HindsightTeacher:
         return [self._with_advantages(pack) for pack in first], [self._with_advantages(pack) for pack in corrections]
 
     def learn(self) -> Mapping[str, float]:
-        """Measure, after a step, how far the guard set has dropped below the base. Nothing is trained here."""
+        """Measure after a step how far the logprobs of the guard set have dropped below the base's. Train nothing."""
         guard = list(self.guard)
         if len(guard) > 1:
             before, after = self._base_logprobs(guard), self._logprobs(guard, reference=False)
@@ -99,11 +100,10 @@ class HindsightTeacher:
         return {}
 
     def blocks(self, rows: Sequence[Row]) -> list[ReplyBlock]:
-        """Measure the base's logprobs of the answers that follow replies, for the first contradicted answer of each
-        run.
+        """Measure the base's logprobs of the answer after the first contradicting reply of each run.
 
-        Each answer is measured after its own reply, after those of the other runs of its block, and after none. The
-        result is empty if there is only one run.
+        Each answer is measured after its own reply, after those of the other runs of its block, and without a reply.
+        The result is empty if there is only one run.
         """
         first: dict[str, Row] = {}
         for row in rows:
@@ -123,9 +123,8 @@ class HindsightTeacher:
         return [ReplyBlock(means_BC[:, :-1], means_BC[:, -1]) for means_BC in means]
 
     def _with_advantages(self, pack: Pack) -> Pack:
-        """Return the pass with the advantages of its tokens set.
-
-        They are the teacher's for contradicted answers, with the sign of their row, and 0 for accepted ones.
+        """Return the forward pass with the advantages of its tokens set: those that the teacher computes for
+        contradicted answers, times the sign of their row, and 0 for accepted answers.
         """
         contradicted = [row for row in pack.rows if row.hindsight is not None]
         teacher = iter(self._base_logprobs([_teacher_row(row) for row in contradicted]))
@@ -139,11 +138,10 @@ class HindsightTeacher:
         return replace(pack, advantage_N=torch.from_numpy(np.concatenate(advantages)).to(pack.advantage_N))
 
     def _with_targets(self, packs: Sequence[Pack]) -> list[Pack]:
-        """Return the passes with a distillation target over all words of the vocabulary.
+        """Return the forward passes with the teacher's distribution over the vocabulary as target.
 
-        The teacher is the base: with the reply in its prompt where an answer was contradicted, and without where one
-        was accepted. Further passes train the answers to the replies in place of the answers that the replies were
-        about.
+        The teacher is the base. Its prompt contains the reply for contradicted answers, and no reply for accepted ones.
+        Further passes train the model's answers to the replies at the positions of the answers that they are about.
 
         Raises:
             SettingError: the output head cannot compute logits chunk by chunk.
@@ -175,10 +173,10 @@ class HindsightTeacher:
         return passes_with_targets
 
     def _insertion_prompts(self, rows: Sequence[Row]) -> list[NDArray[np.int32]]:
-        """Return for each contradicted answer the prompt into which the user's reply is inserted.
+        """Return for each contradicted answer the prompt of the answer that the user's reply is probably about.
 
-        The reply may be about this answer or an earlier one, so the prompts of all of them are candidates. For each,
-        the base computes the mean logprob of the model's next answer, without the reply; the highest one wins.
+        That is this answer or an earlier one. Of their prompts, the result is the one after which the model's answer to
+        the reply has the highest mean logprob under the base, without the reply.
         """
         candidates = [
             [*(row.token_ids_T[:start] for start in _hindsight_of(row).earlier_K), _prompt_without_reply(row)]
@@ -199,8 +197,8 @@ class HindsightTeacher:
 
         Args:
             pack: the forward pass to train.
-            teachers: for each of its rows the row that the teacher reads: the same answer after the teacher's prompt.
-            weights: weight of each row's tokens. It is negative where an earlier training is undone.
+            teachers: for each row of the pass, the same answer after the teacher's prompt.
+            weights: weight of each row's tokens. It is negative for the reversal of an earlier training.
         """
         assert self._policy is not None
         weight_N = torch.tensor(weights).to(pack.weight_N)[pack.row_N]
@@ -272,17 +270,17 @@ def _hindsight_of(row: Row) -> Hindsight:
 
 
 def _sign(row: Row) -> float:
-    """Return the factor of a row's loss: 1 for a first training, 0 for a correction, which is not trained here.
+    """Return the factor of a row's loss: the row's advantage for a contradicted answer, otherwise 1.
 
-    For a contradicted answer, which the user's reply has corrected, it is the row's advantage.
+    For the correction of an accepted answer, which is not trained, it is 0.
     """
     return float(not row.correction if row.hindsight is None else row.advantage)
 
 
 def _comparable(rows: Sequence[Row], pack_tokens: int) -> list[Row]:
-    """Return the rows whose replies may be permuted. The longest rows are left out.
+    """Return the rows whose replies may be permuted, without the longest rows.
 
-    With any reply, no sequence may become longer than a pass, or than the longest of these rows is.
+    With every reply of another row, each sequence must fit into a pass and be no longer than the longest row.
     """
     sizes = {
         row.name: (len(_hindsight_of(row).prompt_T) + len(_hindsight_of(row).next_T), len(_hindsight_of(row).reply_T))
@@ -309,7 +307,7 @@ def _prompt_without_reply(row: Row) -> NDArray[np.int32]:
 
 
 def _answer_after(about: Hindsight, context_T: NDArray[np.int32]) -> Row:
-    """Return a row with the model's answer to the reply, after the tokens `context_T`."""
+    """Return a row that computes the logprobs of the model's answer to the reply after the tokens `context_T`."""
     return _scored_row(np.concatenate([context_T, about.next_T]), len(context_T), about.next_temperature)
 
 
@@ -321,7 +319,7 @@ def _teacher_row(row: Row) -> Row:
 
 
 def _scored_row(tokens_T: NDArray[np.int32], start: int, temperature: float) -> Row:
-    """Return a row whose logprobs are computed from `start` on. It is never trained."""
+    """Return a row to compute the logprobs of the tokens from `start` on. It is never trained."""
     mask_T = np.arange(len(tokens_T)) >= start
     zeros_T = np.zeros(len(tokens_T), np.float32)
     temperature_T = np.where(mask_T, np.float32(temperature), np.float32(1))

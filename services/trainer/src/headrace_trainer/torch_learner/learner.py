@@ -46,10 +46,10 @@ _NATIVE_REMEDY = "raise trainer.native.tokens"
 
 
 class TorchCopy:
-    """A copy of weights and optimizer; see `headrace_trainer.learner.Copy`.
+    """Snapshot of weights and optimizer (`headrace_trainer.learner.Copy`), which copies them as late as possible.
 
     Until `detach`, `write` reads the learner's own tensors, one at a time. The learner calls `detach` before it changes
-    them. Afterwards the copy has the bytes of its files in memory, as much as a save has.
+    them. Afterwards the snapshot has the content of its files in memory.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class TorchCopy:
         """Create a copy of the present state.
 
         Args:
-            write_weights: writes the weights into a folder.
-            write_optimizer: writes the optimizer into a folder.
-            freeze: returns the same files as bytes.
-            write_version: writes the version's files into a folder; None where no version was requested.
-            fingerprint: the fingerprint of the version; None without one.
+            write_weights: function that writes the weights into a folder.
+            write_optimizer: function that writes the optimizer into a folder.
+            freeze: function that returns the content of both files.
+            write_version: function that writes the version's files into a folder; None without a version.
+            fingerprint: fingerprint of the version; None without a version.
         """
         self.fingerprint = fingerprint
         self._write_weights = write_weights
@@ -92,8 +92,9 @@ class TorchCopy:
             self._write_optimizer(folder)
 
     def detach(self) -> None:
-        """Copy weights and optimizer into memory, so that the next step may change them. A second call or a dropped
-        copy has no effect.
+        """Copy weights and optimizer into memory, so that the next step may change the learner's tensors.
+
+        It has no effect on a snapshot that was detached or dropped before.
         """
         with self._lock:
             if self._detached is not None or self._dropped:
@@ -131,8 +132,11 @@ class TorchLearner:
         """Create the learner.
 
         Args:
-            served_as: type of the base's own weights, which a version's files have, too.
-            token_estimator: computes the advantages of tokens; None for those of rows.
+            policy: the model that is trained.
+            optimizer: the optimizer of its weights.
+            settings: the trainer's settings.
+            served_as: type of the weights in the base's files and in those of versions.
+            token_estimator: estimator of an advantage for each token; None if all tokens of a row have the row's.
         """
         self.policy = policy
         self.optimizer = optimizer
@@ -154,7 +158,7 @@ class TorchLearner:
 
     @property
     def failure(self) -> str | None:
-        """None: the learner is in the trainer's own process and cannot fail without it."""
+        """Always None, because the learner is in the trainer's own process, so they only fail together."""
         return None
 
     def sequence_bound(self) -> int:
@@ -204,7 +208,7 @@ class TorchLearner:
             self._copy = None
 
     def freeze(self) -> Frozen:
-        """Return the weights and everything else that the next step depends on, as bytes."""
+        """Return the weights and the other state that the next step depends on, serialized."""
         return tensors.freeze(self.policy, self.optimizer, self._settings.lineage, self._estimator_state())
 
     def _write_weights(self, folder: Path) -> None:
@@ -250,9 +254,9 @@ class TorchLearner:
 
 
 def open_learner(folder: Path, settings: TrainerSettings, kind: type[Policy]) -> TorchLearner:
-    """Open a learner after comparing the model's logprobs with those of its own attention.
+    """Open a learner, and compare its logprobs with those of transformers' eager attention for the same model.
 
-    The model's own logprobs are computed first, so that two copies are never in memory together. Raises `SettingError`.
+    The latter are computed first, so that there are never two copies of the model in memory. Raises `SettingError`.
     """
     native = NativeLogprobs(folder, settings)
     policy = kind.open(folder, settings.compute, settings.lora, settings.seed)

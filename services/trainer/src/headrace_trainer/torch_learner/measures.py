@@ -54,9 +54,7 @@ class Measures:
         self.losses.append(loss_N)
 
     def slopes_by_row(self) -> dict[str, float]:
-        """Return the factor of each row's policy gradient by the row's name; empty for a loss that is linear in the
-        logprobs.
-        """
+        """Return by row name the factor of the row's policy gradient, if the loss is not linear in the advantage."""
         return {
             name: value
             for pack, slope_R in self.slopes
@@ -65,7 +63,7 @@ class Measures:
 
     @torch.no_grad()
     def numbers(self) -> Tensor:
-        """Return all numbers that `values` needs as one tensor, so that the device is read only once."""
+        """Return all numbers that `values` needs as a single tensor, so that one read from the device suffices."""
         drift_N, fresh_N = torch.cat(self.drift), torch.cat(self.fresh)
         base = _mean(self.base) if self.base else torch.zeros((), dtype=torch.float64, device=drift_N.device)
         means = [
@@ -83,8 +81,9 @@ class Measures:
         return torch.cat([torch.stack(means), *(out_R.double() for out_R in self.left_out.values())])
 
     def _restricted_means(self, drift_N: Tensor, fresh_N: Tensor) -> list[Tensor]:
-        """Return the share of restricted tokens, the number of fresh ones among them, and their entropy, k3 and
-        mismatch."""
+        """Return five means of restricted tokens: their share of all tokens, the number of fresh ones among them, and
+        their entropy, k3 and mismatch.
+        """
         restricted_N = torch.cat(self.restricted)
         count, fresh_count = restricted_N.double().sum(), (restricted_N & fresh_N).double().sum()
         entropy_N, kl_N = torch.cat(self.entropy).double(), k3(torch.zeros_like(drift_N), drift_N).double()
@@ -154,10 +153,7 @@ def effective_sample_size(log_ratio_N: Tensor) -> Tensor:
 
 
 def _mismatch(size_N: Tensor, fresh_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the number of fresh tokens, and mean and 99th percentile of their mismatch.
-
-    Both have no meaning without any.
-    """
+    """Return the number of fresh tokens, and mean and 99th percentile of their mismatch (undefined for 0 tokens)."""
     count = fresh_N.double().sum()
     mean = size_N.double().where(fresh_N, 0.0).sum() / count
     ordered_N = size_N.where(fresh_N, torch.inf).sort().values

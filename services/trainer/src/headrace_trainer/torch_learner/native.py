@@ -3,7 +3,7 @@ of tokens.
 
 The trainer packs sequences, separates their attention and chooses its own kernels; the model's own code computes one
 sequence at a time. Architectures can differ only in long sequences: beyond a sliding window or a chunk, beyond the
-context that a rotary embedding was made for, in a wide row. So `plan` chooses sequences that reach
+context that a rotary embedding was made for, in a wide row. So `plan_comparison` chooses sequences that reach
 there.
 """
 
@@ -55,18 +55,21 @@ _COARSE = 100.0
 class ComparisonPlan:
     """Rows whose logprobs are compared.
 
-    `places` marks, for each named place, the loss tokens of all rows that lie there.
+    `regions` marks, for each named region, the loss tokens of all rows that lie there.
     """
 
     rows: tuple[Row, ...]
-    places: Mapping[str, NDArray[np.bool_]]
+    regions: Mapping[str, NDArray[np.bool_]]
     unseen: tuple[str, ...]
     """Parts that the budget left out."""
 
 
-def plan(config: Any, settings: TrainerSettings) -> ComparisonPlan:
-    """Choose the token sequences on which the trainer's logprobs are compared with those of the model's own code, for
-    the (text) configuration of this model.
+def plan_comparison(config: Any, settings: TrainerSettings) -> ComparisonPlan:
+    """Choose the token sequences on which the trainer's logprobs are compared with those of the model's own code.
+
+    Args:
+        config: the model's configuration, of its text part if it has several.
+        settings: the trainer's settings, with the budget of tokens.
     """
     budget = settings.native.tokens
     if not budget:
@@ -92,12 +95,12 @@ def plan(config: Any, settings: TrainerSettings) -> ComparisonPlan:
             add(longest, f"rows of several sequences beyond {name} = {point}", -(-missing // longest))
     compared = [(point, name) for point, name in points if any(length > point for length in lengths)]
     rows = tuple(_row(config, length, [point for point, _ in compared], seed) for seed, length in enumerate(lengths))
-    return ComparisonPlan(rows, _masks_by_place(rows, compared), tuple(unseen))
+    return ComparisonPlan(rows, _masks_by_region(rows, compared), tuple(unseen))
 
 
 def turning_points(config: Any) -> dict[int, str]:
-    """Return the sequence lengths beyond which the model's attention may be computed in another way, such as the size
-    of its sliding window, each with the name of the setting in the model's configuration.
+    """Return the sequence lengths beyond which a model may compute attention differently, with their configuration
+    fields. An example is the size of the sliding window.
     """
     return {value: name for name, value in integers(config.to_dict()) if _LENGTHS.search(name) and value > 1}
 
@@ -129,10 +132,10 @@ def _row(config: Any, length: int, points: list[int], seed: int) -> Row:
     return Row("", 0, tokens, mask, zeros, zeros + 1, np.float32(0), ~mask)
 
 
-def _masks_by_place(rows: tuple[Row, ...], points: list[tuple[int, str]]) -> dict[str, NDArray[np.bool_]]:
-    """Return a mask of the loss tokens of all rows for each named place.
+def _masks_by_region(rows: tuple[Row, ...], points: list[tuple[int, str]]) -> dict[str, NDArray[np.bool_]]:
+    """Return a mask of the loss tokens of all rows for each named region.
 
-    The first place is before all turning points, every other one begins at a turning point and ends at the next.
+    The first region is before all turning points, every other one begins at a turning point and ends at the next.
 
     Args:
         points: the turning points, each with the name of its setting, in ascending order.
@@ -149,13 +152,13 @@ def _masks_by_place(rows: tuple[Row, ...], points: list[tuple[int, str]]) -> dic
 class NativeComparison:
     """Result of the comparison of the policy's logprobs with those of the model's own code.
 
-    `difference` is the largest difference of all places in nats, None when nothing was compared; `place` names its
-    place. `unseen` lists the parts that the budget left out.
+    `difference` is the largest difference of all regions in nats, None when nothing was compared; `region` names its
+    region. `unseen` lists the parts that the budget left out.
     """
 
     architecture: str
     difference: float | None
-    place: str
+    region: str
     tokens: int
     unseen: tuple[str, ...]
 
@@ -165,8 +168,8 @@ class NativeLogprobs:
     memory."""
 
     def __init__(self, folder: Path, settings: TrainerSettings) -> None:
-        """Load the model of `folder` with its own code, without the trainer's optimizations, and compute reference
-        logprobs of fixed tokens. Blocks.
+        """Load the model of `folder` with transformers' eager attention, and compute its logprobs of fixed tokens.
+        Blocks.
 
         Raises:
             SettingError: the model's code fails, or there is too little memory.
@@ -176,7 +179,7 @@ class NativeLogprobs:
         text = config.get_text_config()
         self._architecture = architecture_of(config)
         self._routed = any("expert" in name and count > 1 for name, count in integers(text.to_dict()))
-        self._plan: ComparisonPlan = plan(text, settings)
+        self._plan: ComparisonPlan = plan_comparison(text, settings)
         compute = resolve_types(settings.compute, device_of(settings.compute.device))
         rounds = bool(settings.lora.rank) or compute.weights == "bfloat16"
         self._dtype = weights_dtype(compute, frozen=rounds)
@@ -184,18 +187,18 @@ class NativeLogprobs:
         self._native_N = self._native_logprobs(folder) if self._plan.rows else None
 
     def compare(self, policy: Policy) -> NativeComparison:
-        """Compare the policy's logprobs with the model's own. Raise `SettingError` where they differ."""
+        """Compare the policy's logprobs with these. Raise `SettingError` if they differ by more than rounding."""
         if self._native_N is None:
             return NativeComparison(self._architecture, None, "", 0, self._plan.unseen)
-        difference, place = self._largest(self._logprob_differences(policy, self._native_N))
+        difference, region = self._largest(self._logprob_differences(policy, self._native_N))
         bound = self._settings.native.difference_max
         if not difference <= bound * (_COARSE if self._coarse else 1.0):
             raise self._refusal(
-                f"differs from its own eager attention by {difference:.2g} nats {place}, "
+                f"differs from its own eager attention by {difference:.2g} nats {region}, "
                 f"and trainer.native.difference_max is {bound:g}"
             )
         tokens = sum(row.length for row in self._plan.rows)
-        return NativeComparison(self._architecture, difference, place, tokens, self._plan.unseen)
+        return NativeComparison(self._architecture, difference, region, tokens, self._plan.unseen)
 
     @torch.no_grad()
     def _native_logprobs(self, folder: Path) -> Tensor:
@@ -236,9 +239,9 @@ class NativeLogprobs:
         return torch.cat([difference[index] for index in range(len(rows))])
 
     def _largest(self, difference_N: Tensor) -> tuple[float, str]:
-        """Return the largest difference of all places, and the name of its place."""
-        by_place = {place: difference_N[torch.from_numpy(mask_N)] for place, mask_N in self._plan.places.items()}
-        sizes = [(self._summarize(place_N), place) for place, place_N in by_place.items() if len(place_N)]
+        """Return the largest difference of all regions, and the name of its region."""
+        by_region = {region: difference_N[torch.from_numpy(mask_N)] for region, mask_N in self._plan.regions.items()}
+        sizes = [(self._summarize(region_N), region) for region, region_N in by_region.items() if len(region_N)]
         return max(sizes, key=lambda size: math.inf if math.isnan(size[0]) else size[0])
 
     def _summarize(self, difference_N: Tensor) -> float:
@@ -263,8 +266,8 @@ class NativeLogprobs:
             raise SettingError("trainer.native.tokens", self._settings.native.tokens, remedy) from error
 
 
-def examine(settings: TrainerSettings) -> NativeComparison:
-    """Run the comparison on the base folder, on the CPU, for the check before a start.
+def compare_base(settings: TrainerSettings) -> NativeComparison:
+    """Compare the logprobs of `trainer.base` on the CPU with those of its own code, for the check before a start.
 
     Blocks. Raises `SettingError`.
     """
@@ -275,7 +278,7 @@ def examine(settings: TrainerSettings) -> NativeComparison:
 
 
 def _logprobs(policy: Policy, pack: Pack) -> Tensor:
-    """Return the logprobs without autocast, so that no difference hides in the rounding of a coarser type."""
+    """Return the policy's logprobs without autocast, so that the rounding of a coarser type hides no difference."""
     with policy.eagerly():
         return forward.logprobs(policy.model, policy.head, pack)[0]
 

@@ -21,7 +21,7 @@ _UPDATES = "updates"
 class Optimizer:
     """Optimizer of `parameters`, whose state is tensors by name, so that it fits a safetensors file.
 
-    An update is `zero_grad`, a backward pass, `take`, `apply`; or the last two at once, `step`.
+    An update is `zero_grad`, a backward pass, `clip_gradients`, `apply`; or the last two at once, `step`.
     """
 
     def __init__(
@@ -59,9 +59,10 @@ class Optimizer:
         for parameter in self._parameters.values():
             parameter.grad = None
 
-    def stash(self) -> dict[str, Tensor]:
-        """Remove the present gradients from the parameters and return them, for a later `take`, which checks that they
-        are finite.
+    def pop_gradients(self) -> dict[str, Tensor]:
+        """Remove the present gradients from the parameters and return them.
+
+        The next `clip_gradients` checks that they are finite.
         """
         stashed = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         self.zero_grad()
@@ -69,16 +70,16 @@ class Optimizer:
         return stashed
 
     @torch.no_grad()
-    def take(self, weight: float, extra: Tensor | None = None) -> tuple[float | None, list[float]]:
-        """Clip the gradients of a batch to the global norm, and record their size.
+    def clip_gradients(self, weight: float, extra: Tensor | None = None) -> tuple[float | None, list[float]]:
+        """Clip the present gradients of a batch to the maximum global norm, and update the estimate of gradient sizes.
 
         Args:
             weight: size of the batch as a share of a full one.
             extra: further numbers to read from the device together with the norm.
 
         Returns:
-            The norm before clipping, None when it or that of the stashed gradients was not finite and nothing was
-                changed; and the numbers of `extra`.
+            The norm before clipping, or None without any change if this norm or that of the gradients from
+                `pop_gradients` is not finite; and the numbers of `extra`.
         """
         gradients = {name: p.grad for name, p in self._parameters.items() if p.grad is not None}
         norms = dict(zip(gradients, stored_tensors.norms(list(gradients.values())), strict=True))
@@ -102,7 +103,7 @@ class Optimizer:
         return norm, more
 
     def _read(self, weight: float, norms: Mapping[str, Tensor], extra: Tensor | None) -> tuple[list[float], Tensor]:
-        """Read numbers from the device. An update waits for the device only here.
+        """Copy numbers from the device, which is the only time that an update waits for the device.
 
         Returns:
             The norm, the predicted logarithm (`Adam`), the norm of the stashed gradients and `extra` as numbers; and
@@ -119,7 +120,7 @@ class Optimizer:
 
     @torch.no_grad()
     def apply(self, weight: float, corrections: Mapping[str, Tensor] | None = None) -> None:
-        """Move the weights by the gradients that `take` has clipped.
+        """Move the weights by the gradients that `clip_gradients` has clipped.
 
         Args:
             weight: size of their batch as a share of a full one.
@@ -142,8 +143,9 @@ class Optimizer:
         self.updates += 1
 
     def step(self, weight: float = 1.0) -> float | None:
-        """Call `take` and `apply`. A gradient of zero changes nothing and spends no momentum."""
-        norm, _ = self.take(weight)
+        """Call `clip_gradients` and `apply`, and return the norm. A gradient of 0 has no effect, not even by
+        momentum."""
+        norm, _ = self.clip_gradients(weight)
         if norm:
             self.apply(weight)
         return norm
@@ -160,9 +162,9 @@ class Optimizer:
 
         Of sharded tensors only the first process of a team gets the values. All of its processes must call this method.
         """
-        return {name: stored_tensors.cpu_copy(tensor) for name, tensor in self.references().items()}
+        return {name: stored_tensors.cpu_copy(tensor) for name, tensor in self.state_tensors().items()}
 
-    def references(self) -> dict[str, Tensor]:
+    def state_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the optimizer's state by name, not copied, in the same order in every process."""
         tensors = {_UPDATES: torch.tensor([self.updates])}
         tensors |= sorted(self._adam.state().items())
@@ -185,7 +187,7 @@ class Optimizer:
             name, _, kind = key.rpartition("/")
             if kind == "momentum_buffer" and self._muon is not None and name not in self._adam.parameters:
                 parameter = self._parameters[name]
-                self._muon.state[parameter][kind] = stored_tensors.with_layout_of(parameter, state[key])
+                self._muon.state[parameter][kind] = stored_tensors.copy_sharded_like(parameter, state[key])
             elif kind == "momentum_buffer" or (name and name not in self._adam.parameters):
                 raise SettingError(
                     "trainer.optimizer.kind",

@@ -55,8 +55,10 @@ class Team(Protocol):
     """
 
     def budget(self, lengths: Sequence[int], pack_tokens: int) -> int:
-        """Return the largest number of tokens of one pass over rows of these `lengths`, so that every member has
-        work."""
+        """Return the number of tokens per pass: at most `pack_tokens`, fewer if otherwise some members had no pass.
+
+        `lengths` are the numbers of tokens of the rows.
+        """
 
     def own_passes(self, packs: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
         """Return the forward passes that this process computes, each as row numbers. An empty list is a pass over the
@@ -67,9 +69,7 @@ class Team(Protocol):
         """Replace each gradient by the sum of all members' gradients."""
 
     def merge_measures(self, measures: Measures) -> Measures:
-        """Combine the measurements of all processes of the team, and return the result, which is the same in each
-        process.
-        """
+        """Return the measurements of all members combined, equal in each member."""
 
 
 class SingleProcess:
@@ -106,10 +106,14 @@ def train(
     """Take a training step: change the weights by `batch`. Blocks; runs in the training thread.
 
     Args:
+        policy: the model.
+        optimizer: its optimizer.
+        batch: the rows to train.
+        settings: settings of the loss.
         pack_tokens: number of tokens in one pass.
-        stop: checked between passes.
-        from_base: measure the divergence from the base even where the loss does not use it.
-        token_estimator: computes the advantages of tokens from those of rows.
+        stop: event that ends the step, checked between passes.
+        from_base: whether to measure the divergence from the base even if the loss does not use it.
+        token_estimator: estimator of an advantage for each token; None if all tokens of a row have the row's.
         team: processes that share the passes. Every member must get the same arguments.
 
     Raises:
@@ -129,13 +133,13 @@ def train(
         for pack, start_N in zip(corrections, starts, strict=False):
             _backward(policy, pack, start_N, None, settings, measures, stop, correction=True)
         team.sum_gradients(policy.parameters)
-        stashed = optimizer.stash() if batch.corrections else {}
+        stashed = optimizer.pop_gradients() if batch.corrections else {}
         for pack, start_N, base_N in zip(first, starts[len(corrections) :], bases, strict=True):
             _backward(policy, pack, start_N, base_N, settings, measures, stop)
         team.sum_gradients(policy.parameters)
         learning_rate, last = optimizer.learning_rate, update + 1 == settings.updates_per_step
         measures = team.merge_measures(measures) if last else measures
-        norm, numbers = optimizer.take(batch.first_weight, measures.numbers() if last else None)
+        norm, numbers = optimizer.clip_gradients(batch.first_weight, measures.numbers() if last else None)
         if norm is None and update == 0:
             raise NotFinite
         if norm is None:
@@ -238,7 +242,7 @@ class _PassLoss:
     left_out_N: Tensor | None = None
 
     def of(self, current_N: Tensor, part: slice) -> tuple[TokenLoss, Tensor]:
-        """Compute the loss of the tokens `part`, given their present logprobs."""
+        """Return the loss of the tokens in the range `part`, whose present logprobs are `current_N`, and its sum."""
         pack = self.pack
         start_N, reference_N, left_out_N = (
             None if values_N is None else values_N[part]
@@ -266,9 +270,9 @@ class _PassLoss:
         return slope_N
 
     def by_row(self, logprobs_N: Tensor) -> Tensor:
-        """Return for each row (`_R`) the factor by which its policy gradient differs from `advantage * gradient of
-        logprob`; other than 1 only for losses that are not linear in the logprobs. All tokens of a row have the same
-        factor.
+        """Return for each row (`_R`) the factor of its gradient relative to `advantage * gradient of logprob`.
+
+        It is 1 unless the loss is not linear in the advantage, and equal for all tokens of a row.
         """
         pack = self.pack
         slope_N = replace(self, kl=0.0).slope(logprobs_N, _ALL)

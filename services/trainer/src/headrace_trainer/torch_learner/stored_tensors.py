@@ -46,15 +46,14 @@ def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def cpu_copy(tensor: Tensor) -> Tensor:
-    """Return a copy of the full tensor on the CPU in the first process of the team, and an empty tensor in the
-    others."""
+    """Return a copy of the full tensor on the CPU in the first process of the team, an empty tensor in the others."""
     gathered = gather(tensor.detach())
     if is_sharded(tensor) and _as_any(tensor).device_mesh.get_rank() != 0:
         return torch.empty(0)
     return gathered.cpu().clone()
 
 
-def with_layout_of(parameter: Tensor, value: Tensor) -> Tensor:
+def copy_sharded_like(parameter: Tensor, value: Tensor) -> Tensor:
     """Return a copy of `value` on the device and with the sharding of `parameter`.
 
     Every process must have the full `value`; the result holds only the part of this process.

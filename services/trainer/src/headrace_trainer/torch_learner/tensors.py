@@ -21,7 +21,7 @@ _PIECE_BYTES = 4 << 20
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device or the system had too little free memory. PyTorch has no exception of its own for all."""
+    """Return whether `error` means that a device or the system ran out of memory, for which exceptions differ."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
@@ -30,20 +30,22 @@ def is_out_of_memory(error: BaseException) -> bool:
 def freeze(
     policy: Policy, optimizer: Optimizer, lineage: str, token_estimator: Mapping[str, Tensor] | None = None
 ) -> Frozen:
-    """Copy weights, optimizer and the state of the token estimator into bytes in safetensors format. Equal tensors give
-    equal bytes.
+    """Serialize weights, optimizer, random state and token estimator in safetensors format; equal tensors, equal bytes.
 
     Args:
+        policy: the model.
+        optimizer: its optimizer.
+        lineage: name of the lineage, which is stored in the metadata.
         token_estimator: state of the estimator of token advantages; None without one.
     """
-    about, (weights, state) = about_state(lineage), _references(policy, optimizer, token_estimator)
+    about, (weights, state) = state_metadata(lineage), _references(policy, optimizer, token_estimator)
     return Frozen(_bytes(weights, about), _bytes(state, about))
 
 
 def write_weights(folder: Path, policy: Policy, lineage: str) -> None:
     """Write the weights that `freeze` would return into `folder`, one tensor at a time to save memory."""
     weights = policy.parameters
-    write_file(folder / WEIGHTS, weights, about_state(lineage), weights.__getitem__)
+    write_file(folder / WEIGHTS, weights, state_metadata(lineage), weights.__getitem__)
 
 
 def write_optimizer(
@@ -55,7 +57,7 @@ def write_optimizer(
 ) -> None:
     """Write the optimizer state that `freeze` would return into `folder`, one tensor at a time to save memory."""
     _, state = _references(policy, optimizer, token_estimator)
-    write_file(folder / OPTIMIZER, state, about_state(lineage), state.__getitem__)
+    write_file(folder / OPTIMIZER, state, state_metadata(lineage), state.__getitem__)
 
 
 def _references(
@@ -67,11 +69,11 @@ def _references(
     tensors of the estimator of token advantages, such as the critic of `ppo`.
     """
     estimator_tensors = {f"{_ESTIMATOR}{name}": tensor for name, tensor in (token_estimator or {}).items()}
-    return policy.parameters, optimizer.references() | random_state(policy) | estimator_tensors
+    return policy.parameters, optimizer.state_tensors() | random_state(policy) | estimator_tensors
 
 
-def about_state(lineage: str) -> dict[str, str]:
-    """Return the metadata of both files: one entry, because safetensors writes several in random order."""
+def state_metadata(lineage: str) -> dict[str, str]:
+    """Return the metadata of the files of a lineage's state: one entry, since safetensors writes several unordered."""
     return {"headrace": f"training state of lineage {lineage}"}
 
 
@@ -139,7 +141,7 @@ def write_file(
 
 
 def _bytes(tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> bytearray:
-    """Return the bytes of the file that `write_file` writes."""
+    """Return the content of the file that `write_file` would write for these tensors."""
     plan = layout(tensors, about)
     content = bytearray(plan.size)
     content[: len(plan.header)] = plan.header

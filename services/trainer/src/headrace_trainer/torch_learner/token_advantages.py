@@ -39,10 +39,13 @@ Floats = NDArray[np.float64]
 
 
 def gae(values_T: Floats, reward: float, gamma: float, lam: float) -> tuple[Floats, Floats]:
-    """Compute generalized advantage estimates for one sequence, whose reward comes with its last token.
+    """Compute generalized advantage estimates (GAE) of one sequence, whose reward follows its last token.
 
     Args:
         values_T: the critic's value before each token.
+        reward: the reward.
+        gamma: discount of the reward per token.
+        lam: the parameter λ of GAE.
 
     Returns:
         The advantages and the returns, `(advantages_T, returns_T)`.
@@ -55,18 +58,15 @@ def gae(values_T: Floats, reward: float, gamma: float, lam: float) -> tuple[Floa
     return advantages_T, advantages_T + values_T
 
 
-def shares(tokens: int, gamma: float, lam: float) -> Floats:
-    """Return how much the final reward counts in the advantage of each token: `(gamma * lam)` to the power of the
-    number of tokens after it.
-    """
+def reward_weights(tokens: int, gamma: float, lam: float) -> Floats:
+    """Return the weight of the final reward in the GAE advantage of each token: (gamma * lam) ** (tokens after it)."""
     return np.power(gamma * lam, np.arange(tokens - 1, -1, -1, dtype=np.float64))
 
 
 class Critic:
-    """Critic: a learned linear model of the expected reward at each token, from which advantages of tokens are
-    computed.
+    """Learned linear model of the expected reward at each token, from which advantages of tokens are computed.
 
-    It is 0 everywhere at first, and draws no random numbers.
+    Its weights are initially 0, so it draws no random numbers.
     """
 
     def __init__(self, width: int, settings: CriticSettings, device: torch.device) -> None:
@@ -128,7 +128,7 @@ class Critic:
         return torch.optim.AdamW(self.head.parameters(), lr=self._settings.learning_rate, weight_decay=0.0)
 
     def _estimate_pack(self, policy: Policy, pack: Pack, count: int) -> tuple[Tensor, float]:
-        """Compute the advantages of a forward pass, and add the gradient of its part of the critic's loss.
+        """Compute the advantages of a forward pass, and add its part of the gradient of the critic's loss.
 
         Returns:
             The advantages, and the pass's part of the squared error.
@@ -142,7 +142,7 @@ class Critic:
             tokens = np.flatnonzero(rows == index)
             row_advantages, row_returns = gae(values[tokens], float(rewards[tokens[-1]]), settings.gamma, settings.lam)
             advantages[tokens], returns[tokens] = row_advantages, row_returns
-            reward_shares = shares(len(tokens), settings.gamma, settings.lam)
+            reward_shares = reward_weights(len(tokens), settings.gamma, settings.lam)
             self._advantages[name] = float(row_advantages.sum() / reward_shares.sum())
         errors_N = values_N - torch.from_numpy(returns).to(values_N)
         loss = 0.5 * (errors_N**2).sum() / count
@@ -157,16 +157,14 @@ class Critic:
         reward_shares = np.zeros(len(rows))
         for index in range(len(pack.names)):
             tokens = np.flatnonzero(rows == index)
-            reward_shares[tokens] = shares(len(tokens), self._settings.gamma, self._settings.lam)
+            reward_shares[tokens] = reward_weights(len(tokens), self._settings.gamma, self._settings.lam)
         return replace(pack, advantage_N=pack.advantage_N * torch.from_numpy(reward_shares).to(pack.advantage_N))
 
 
 class TokenAdvantageEstimator(Protocol):
-    """Interface of a computation of the advantages of single tokens, once per step before the weights change.
+    """Interface of estimators that compute the advantages of single tokens in each step, before the weights change.
 
-    Implementations are a critic, a teacher model and the hindsight teacher.
-
-    Its state is saved with that of the optimizer.
+    Implementations are `Critic`, `Teacher` and `HindsightTeacher`. Their state is saved with that of the optimizer.
     """
 
     @property

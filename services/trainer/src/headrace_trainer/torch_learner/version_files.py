@@ -31,7 +31,7 @@ def dtype_of(folder: Path) -> torch.dtype:
 
 
 def write_weights(policy: Policy, folder: Path, dtype: torch.dtype) -> None:
-    """Write all weights in `dtype` into `folder`, and no other file, with one tensor at a time in memory."""
+    """Write the files of all weights, rounded to `dtype`, into `folder`, with one tensor at a time in memory."""
     bare = {name: torch.empty(p.shape, dtype=dtype, device="meta") for name, p in policy.parameters.items()}
     plan, names = plan_files(policy, bare), {id(tensor): name for name, tensor in bare.items()}
     if not plan.is_exact(names):
@@ -119,7 +119,8 @@ def plan_files(policy: Policy, weights: Mapping[str, Tensor]) -> WritePlan:
 
 
 def save_adapter(policy: Policy, folder: Path, base: str, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write the policy's LoRA adapter in PEFT's layout, which vLLM loads too. Equal adapters give equal files.
+    """Write the policy's LoRA adapter into `folder` in PEFT's layout, which vLLM loads. Equal adapters give equal
+    files.
 
     Args:
         base: name of the base version, for the configuration.

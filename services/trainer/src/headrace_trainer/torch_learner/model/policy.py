@@ -43,7 +43,7 @@ from headrace_trainer.torch_learner.model.configuration import architecture_of, 
 from headrace_trainer.torch_learner.model.devices import device_of, resolve_types, weights_dtype
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import Head, Slope
-from headrace_trainer.torch_learner.stored_tensors import cpu_copy, with_layout_of
+from headrace_trainer.torch_learner.stored_tensors import copy_sharded_like, cpu_copy
 
 log = get_logger(__name__)
 
@@ -271,7 +271,7 @@ class Policy:
                 "does not fit the saved lineage; choose another trainer.lineage",
             )
         for name, parameter in self.parameters.items():
-            parameter.copy_(with_layout_of(parameter, tensors[name]))
+            parameter.copy_(copy_sharded_like(parameter, tensors[name]))
             liveness.progress()
         self.renew()
 
