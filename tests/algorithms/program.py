@@ -72,7 +72,7 @@ def _crossed() -> contextlib.AbstractContextManager[Any]:
 
 
 def _by_tokens() -> contextlib.AbstractContextManager[Any]:
-    return mock.patch.object(batch.Batch, "factor", return_value=1.0)
+    return mock.patch.object(batch.Batch, "weight_factor", return_value=1.0)
 
 
 def _swapped() -> contextlib.AbstractContextManager[Any]:

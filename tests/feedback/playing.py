@@ -103,7 +103,7 @@ def _train(algorithm: str, sent: Sequence[Experience], folder: Path) -> dict[str
     for name in state.window:
         entry = state.window.get(name)
         assert entry is not None
-        contributions = entry.held_contributions(state.history, state.steps)
+        contributions = entry.contributions_in_weights(state.history, state.steps)
         sums: Counter[str] = Counter()
         details = {contribution.part: contribution.what for contribution in contributions}
         for contribution in contributions:

@@ -97,13 +97,13 @@ def _flipped_advantage() -> contextlib.AbstractContextManager[Any]:
 
 
 def _weighted(change: Callable[[Batch, Any, Any], float]) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    sound = Batch.weighted
+    sound = Batch.with_token_weight
 
     def faulty(self: Batch, row: Any) -> Any:
         token_weight = sound(self, row)
         return replace(token_weight, token_weight=change(self, row, token_weight)) if row.correction else token_weight
 
-    return lambda: mock.patch.object(Batch, "weighted", faulty)
+    return lambda: mock.patch.object(Batch, "with_token_weight", faulty)
 
 
 @contextlib.contextmanager

@@ -114,7 +114,7 @@ def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def any_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "check", lambda _folder, _rank_max: None)
+    monkeypatch.setattr(probing, "check_adapter", lambda _folder, _rank_max: None)
 
     async def added(llm: StandInLLM, lora_request: Adapter) -> bool:
         llm._weights[lora_request.number] = llm._weights[0]

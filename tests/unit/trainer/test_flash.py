@@ -114,17 +114,17 @@ def test_a_row_answers_as_its_sequences_alone(
 
 def test_a_mask_is_told_by_what_it_shows() -> None:
     for longest in (1, 6, 7, 8, 13, 14, 15, 40):
-        assert flash.reach(longest, CAUSAL) == longest
-        assert flash.reach(longest, window(7)) == min(7, longest)
-        assert flash.reach(longest, chunks(7)) == (longest if longest <= 7 else None)
-        assert flash.reach(longest, {**window(7), "allow_is_causal_skip": False}) is None
+        assert flash.window_of(longest, CAUSAL) == longest
+        assert flash.window_of(longest, window(7)) == min(7, longest)
+        assert flash.window_of(longest, chunks(7)) == (longest if longest <= 7 else None)
+        assert flash.window_of(longest, {**window(7), "allow_is_causal_skip": False}) is None
 
 
 def test_a_mask_that_lies_on_another_device_is_none_of_ours() -> None:
     def looks_up(*_: Any) -> Tensor:
         raise RuntimeError("Expected all tensors to be on the same device")
 
-    assert flash.reach(20, {"mask_function": looks_up, "local_size": 7}) is None
+    assert flash.window_of(20, {"mask_function": looks_up, "local_size": 7}) is None
 
 
 def test_short_neighbours_are_one_call_and_long_ones_have_few_shapes() -> None:
@@ -233,7 +233,7 @@ def test_answers_and_gradients_are_those_of_all_scores_at_once(
     if "s_aux" in more:
         more["s_aux"] = torch.linspace(-1, 1, heads, dtype=torch.float64).requires_grad_()
     leaves = [*inputs, *([more["s_aux"]] if "s_aux" in more else [])]
-    with attention.sequences(attention.bounds_of(LENGTHS)):
+    with attention.row_of_sequences(attention.bounds_of(LENGTHS)):
         seen = attention._mask_object(q_length=sum(LENGTHS), kv_length=sum(LENGTHS), **mask_args_of(mask))
     output, _ = attention.attend(None, q, k, v, seen, **more)
     expected = textbook(q, k, v, MASKS[mask][1], **more)
@@ -279,7 +279,9 @@ def test_no_tensor_of_all_pairs_is_made(monkeypatch: pytest.MonkeyPatch, how: di
 
 
 def test_a_window_costs_what_it_shows() -> None:
-    cut = blocks.of(4096, {"mask_function": masking_utils.sliding_window_causal_mask_function(300), "local_size": 300})
+    cut = blocks.divide(
+        4096, {"mask_function": masking_utils.sliding_window_causal_mask_function(300), "local_size": 300}
+    )
     assert [(block.start, block.stop) for block in cut] == [(at, at + 256) for at in range(0, 4096, 256)]
     assert max(block.last - block.first for block in cut) == 256 + 299
     masks = {id(block.mask) for block in cut}
@@ -288,9 +290,9 @@ def test_a_window_costs_what_it_shows() -> None:
 
 def test_what_is_plainly_causal_is_not_cut() -> None:
     long_window = {"mask_function": masking_utils.sliding_window_causal_mask_function(900), "local_size": 900}
-    (block,) = blocks.of(800, long_window)
+    (block,) = blocks.divide(800, long_window)
     assert block == blocks.Block(0, 800, 0, 800, None)
-    first, *rest = blocks.of(2000, long_window)
+    first, *rest = blocks.divide(2000, long_window)
     assert (first.start, first.stop, first.mask) == (0, 768, None), "up to the window's width there is no mask"
     assert all(remainder.mask is not None for remainder in rest)
 
@@ -309,7 +311,7 @@ class Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def test_heads_that_share_keys_get_no_copies_and_equal_sequences_one_call() -> None:
     q, k, v = (torch.randn(1, heads, 60, 8, requires_grad=True) for heads in (4, 2, 2))
-    with attention.sequences((0, 20, 40, 60)), Copies() as copies:
+    with attention.row_of_sequences((0, 20, 40, 60)), Copies() as copies:
         seen = attention._mask_object(q_length=60, mask_function=masking_utils.causal_mask_function)
         attention.attend(None, q, k, v, seen)[0].sum().backward()  # type: ignore[no-untyped-call]
     assert not [name for name in copies.names if "repeat" in name or name == "cat"]
@@ -319,7 +321,7 @@ def test_heads_that_share_keys_get_no_copies_and_equal_sequences_one_call() -> N
 @pytest.mark.parametrize("bounds", [(0, 20), (0, 5, 10, 20)])
 def test_rows_of_a_rectangle_are_computed_each(bounds: tuple[int, ...]) -> None:
     q, k, v = (torch.randn(3, heads, 20, 8) for heads in (4, 2, 2))
-    with attention.sequences(bounds):
+    with attention.row_of_sequences(bounds):
         seen = attention._mask_object(q_length=20, mask_function=masking_utils.causal_mask_function)
     output, _ = attention.attend(None, q, k, v, seen)
     for row in range(3):

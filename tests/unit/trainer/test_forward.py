@@ -110,7 +110,7 @@ def test_entropy_is_that_of_the_distribution(base: Path) -> None:
 
 
 def seen(lengths: tuple[int, ...], mask_function: Any = masking_utils.causal_mask_function, **mask_args: Any) -> Any:
-    with attention.sequences(attention.bounds_of(lengths)):
+    with attention.row_of_sequences(attention.bounds_of(lengths)):
         total = sum(lengths)
         return attention._mask_object(q_length=total, kv_length=total, mask_function=mask_function, **mask_args)
 

@@ -297,7 +297,7 @@ def test_a_torch_step_that_fails_while_the_weights_move_loses_them(
     def broken(*_: Any) -> None:
         raise RuntimeError("launch failure")
 
-    monkeypatch.setattr(torch_learner.policy, "renew", broken)
+    monkeypatch.setattr(torch_learner.policy, "update_weights", broken)
     with pytest.raises(LearnerLost, match="launch failure"):
         torch_learner.step(batch(0), GOING_ON)
 

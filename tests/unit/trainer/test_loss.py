@@ -315,7 +315,7 @@ def test_a_correction_undoes_what_it_says(base: Path, full_rows: int, first: int
 
 def test_a_correction_with_another_normaliser_is_seen(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Injected fault: the correction takes the token weight of the batch that it is trained in."""
-    monkeypatch.setattr(Batch, "weighted", lambda self, row: replace(row, token_weight=self.token_weight))
+    monkeypatch.setattr(Batch, "with_token_weight", lambda self, row: replace(row, token_weight=self.token_weight))
     assert rest(base, Case(8, 8, 1, 6, seed=7)).worst > 0.25
 
 

@@ -140,7 +140,7 @@ def test_replies_about_restricted_answers_are_not_examples(monkeypatch: pytest.M
     event = restricted(1, V)
     reader = ReplyReader.__new__(ReplyReader)
     reader._bounds = (0.0, 1.0)
-    monkeypatch.setattr(ReplyReader, "read", lambda *_: None)
+    monkeypatch.setattr(ReplyReader, "read_reply", lambda *_: None)
     rewarded = {"turn_rewards": [{"turn_id": event.turn_ids[0], "value": 1.0}]}
     free = Experience.model_validate({**experience(1, V).model_dump(), **rewarded})
     restricted_event = Experience.model_validate({**event.model_dump(), **rewarded})

@@ -108,7 +108,7 @@ def test_restricted_head_is_the_textbook(way: str, tokens: int, seed: int, bias:
 
 
 def test_restricted_compiled_head_is_the_textbook(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head_compiled, "fused", lambda function: function)
+    monkeypatch.setattr(head_compiled, "compile_per_shape", lambda function: function)
     monkeypatch.setattr(head_compiled, "CHUNK_BYTES", 4 * WORDS * 5)
     for seed in range(5):
         inputs = problem(17, seed, bias=True)

@@ -41,7 +41,7 @@ def drawn(several: int, heads: int, shared: int, length: int, dtype: torch.dtype
 
 
 def expected(q: Any, k: Any, v: Any, mask_args: dict[str, Any], scale: float | None = None) -> torch.Tensor:
-    (block,) = blocks.of(q.shape[2], mask_args) if mask_args is CAUSAL else (None,)
+    (block,) = blocks.divide(q.shape[2], mask_args) if mask_args is CAUSAL else (None,)
     at = torch.arange(q.shape[2])
     seen = (at[None] <= at[:, None]) if block else (at[None] <= at[:, None]) & (at[:, None] - at[None] < 40)
     return functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
@@ -69,7 +69,7 @@ def test_the_largest_tile_comes_first_so_that_its_memory_holds_the_others(monkey
 
     monkeypatch.setattr(buffers, "product", noted)
     q, k, v = drawn(1, 2, 1, 320)
-    torch.autograd.grad(tiles.attend(q, k, v, blocks.of(320, CAUSAL), None).sum(), [q, k, v])
+    torch.autograd.grad(tiles.attend(q, k, v, blocks.divide(320, CAUSAL), None).sum(), [q, k, v])
     assert len(sizes) == 1, "the memory of a tile is allocated once"
 
 
@@ -84,7 +84,7 @@ def test_answers_and_gradients_do_not_depend_on_tiles(
     q, k, v = inputs = drawn(3, heads, shared, length)
     weights = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     output, expected_output = (
-        tiles.attend(q, k, v, blocks.of(length, mask_args), scale),
+        tiles.attend(q, k, v, blocks.divide(length, mask_args), scale),
         expected(q, k, v, mask_args, scale),
     )
     torch.testing.assert_close(output, expected_output, atol=1e-12, rtol=1e-12)
@@ -98,7 +98,7 @@ def test_answers_and_gradients_do_not_depend_on_tiles(
 def test_no_tile_is_larger_than_asked(tile: int) -> None:
     for length, groups in ((1, 1), (17, 4), (900, 1), (900, 8)):
         for mask_args in (CAUSAL, WINDOW):
-            cut = tuple(tiles._finer(blocks.of(length, mask_args), groups))
+            cut = tuple(tiles._finer(blocks.divide(length, mask_args), groups))
             assert [at for block in cut for at in range(block.start, block.stop)] == [*range(length)], "each query once"
             for block in cut:
                 columns = block.last - block.first
@@ -116,7 +116,7 @@ def test_scores_of_any_size_are_as_near_as_with_the_kernel_of_torch(size: float)
     expected_output = expected(q.double(), k.double(), v.double(), CAUSAL)
     tile_error, torch_error = (
         float((output - expected_output).abs().max())
-        for output in (tiles.attend(q, k, v, blocks.of(64, CAUSAL), None), expected(q, k, v, CAUSAL))
+        for output in (tiles.attend(q, k, v, blocks.divide(64, CAUSAL), None), expected(q, k, v, CAUSAL))
     )
     assert tile_error <= 4 * torch_error + 1e-6
 
@@ -130,7 +130,7 @@ def test_threads_do_not_share_a_room() -> None:
     def compute(number: int) -> None:
         q, k, v = inputs[number]
         for _ in range(20):
-            output = tiles.attend(q, k, v, blocks.of(150 + number, CAUSAL), None)
+            output = tiles.attend(q, k, v, blocks.divide(150 + number, CAUSAL), None)
             if not torch.allclose(output, expected_output[number], atol=1e-12):
                 wrong.append(number)
 
@@ -157,7 +157,7 @@ def planted_off_by_one(cut: tuple[Block, ...]) -> tuple[Block, ...]:
 def test_a_shifted_block_is_noticed() -> None:
     q, k, v = drawn(1, 2, 2, 40)
     k2, v2 = (torch.cat([tensor, tensor[:, :, :1]], 2) for tensor in (k, v))
-    cut = planted_off_by_one(blocks.of(40, CAUSAL))
+    cut = planted_off_by_one(blocks.divide(40, CAUSAL))
     output = tiles.attend(q, k2, v2, cut, None)
     assert not torch.allclose(output, expected(q, k, v, CAUSAL), atol=1e-3)
 

@@ -38,7 +38,7 @@ _NAME_BYTES = 15
 
 
 class Cluster:
-    """Connection of this process to a Ray cluster, until `leave`, which may be called again."""
+    """Connection of this process to a Ray cluster, which ends with `leave`. Further calls of `leave` have no effect."""
 
     _learners = 0
     _folder: str | None = None
@@ -60,7 +60,9 @@ class Cluster:
         self._left = False
 
     def leave(self) -> None:
-        """Leave the cluster. The last learner closes the connection, and stops a private cluster with it."""
+        """Release the connection. When the last learner of the process does so, it is closed and a private cluster
+        ends.
+        """
         with _LOCK:
             if self._left:
                 return
@@ -121,7 +123,7 @@ def _start_private(settings: RaySettings, cpus: int) -> None:
 
 
 def _try_start(settings: RaySettings, cpus: int, folder: str) -> bool:
-    """Start Ray, which itself waits for half a minute. Return whether it has started."""
+    """Start Ray on this machine, which takes up to half a minute. Return whether it has started."""
     try:
         ray.init(
             address="local",
@@ -141,7 +143,7 @@ def _try_start(settings: RaySettings, cpus: int, folder: str) -> bool:
 
 
 def _sweep(own_folder: Path) -> None:
-    """Mark this process's folder, and remove folders of killed processes together with their remaining processes."""
+    """Write this process's id into its folder, and remove the folders of killed trainers, with their processes."""
     (own_folder / "pid").write_text(str(os.getpid()), encoding="ascii")
     for path in own_folder.parent.glob("hr-ray-*/pid"):
         try:
@@ -154,7 +156,7 @@ def _sweep(own_folder: Path) -> None:
 
 
 def _end_users(folder: Path) -> None:
-    """Kill the processes that have a file in the folder open: Ray's agents survive a trainer that was killed."""
+    """Kill the processes that have an open file in the folder, such as Ray's agents, which outlive a killed trainer."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
             used = any(str(link.readlink()).startswith(f"{folder}/") for link in (process / "fd").iterdir())
@@ -165,8 +167,7 @@ def _end_users(folder: Path) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface with this IPv4 address; None without one, or for another kind of
-    address."""
+    """Return the name of the network interface with this IPv4 address, or None if there is none."""
     try:
         packed_address = socket.inet_aton(address)
     except OSError:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RayCopy:
-    """Copy of a `RayLearner`, whose parts are in the ranks; see `headrace_trainer.learner.Copy`."""
+    """Snapshot of a `RayLearner` (`headrace_trainer.learner.Copy`), whose parts are in the memory of the ranks."""
 
     ranks: Ranks
     number: int
@@ -47,7 +47,7 @@ class RayCopy:
             on_weights()
 
     def _fetch_pieces(self, rank: int, folder: Path) -> list[Piece]:
-        """Fetch the pieces of a rank that cannot access `folder`, one at a time, and write them there."""
+        """Fetch the pieces from a rank that has no access to `folder`, and write them into files there. Return them."""
         pieces: list[Piece] = self.ranks.call_rank_during_steps(rank, "pieces", self.number)
         for piece in pieces:
             with (folder / piece.file).open("rb+") as file:
@@ -88,7 +88,7 @@ class RayLearner:
 
     @classmethod
     def on(cls, ranks: Ranks, folder: Path, settings: TrainerSettings) -> RayLearner:
-        """Open a learner on existing ranks. It replaces the learner that they may hold."""
+        """Open a learner on running ranks. It replaces the ranks' present learner, if any."""
         chosen = settings.of("ray")
         assert isinstance(chosen, RaySettings)
         nodes = [location.node for location in ranks.locations]

@@ -30,7 +30,12 @@ class Piece:
 
 
 def check(folder: Path, sizes: Mapping[str, int], pieces: Sequence[Piece]) -> None:
-    """Check files that several ranks have written together: read them piece by piece and compare them with the reports.
+    """Check files that several ranks have written together, piece by piece, by the checksums that the ranks reported.
+
+    Args:
+        folder: folder with the files.
+        sizes: size of each file in bytes.
+        pieces: all pieces that the ranks reported.
 
     Raises:
         LearnerLost: pieces are missing or overlap, or a file has another content than reported: a rank died during the

@@ -54,7 +54,7 @@ class Rank:
         _sweep()
 
     def alive(self) -> None:
-        """Never return: a caller that waits for the result notices the death of this process."""
+        """Wait forever, so that a caller that waits for the result gets an error when this process dies."""
         threading.Event().wait()
 
     def place(self) -> RankLocation:
@@ -64,7 +64,7 @@ class Rank:
         return RankLocation(ray.get_runtime_context().get_node_id(), address)
 
     def meet(self, address: str) -> int:
-        """Open a port at the first rank's address, at which all ranks will connect, and return it."""
+        """Open the store to which all ranks connect, at the first rank's `address`, and return its port."""
         import torch.distributed as dist
 
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
@@ -137,18 +137,20 @@ class Rank:
         return self._opened_learner.step(batch, from_base=from_base)
 
     def copy(self, number: int, base: str | None) -> CopyReport:
-        """Copy this rank's part of the weights and the optimizer into memory, as its part of copy `number`.
+        """Copy this rank's part of weights and optimizer into memory, as its part of copy `number`.
 
-        Its part of the last copy is released.
+        It replaces the part of the last copy.
         """
         return self._opened_learner.copy(number, base)
 
     def write_copy(self, number: int, folder: str, mark: str) -> list[Piece] | None:
-        """Write this rank's part of copy `number` into `folder`, unless that is another folder than the trainer's.
+        """Write this rank's part of copy `number` into `folder`, if that is the trainer's folder.
 
         Like the other methods for copies, it may run during a step.
 
         Args:
+            number: number of the copy.
+            folder: path of the trainer's folder.
             mark: content of the file `MARK` in the trainer's folder.
 
         Returns:
@@ -157,7 +159,9 @@ class Rank:
         return self._opened_learner.write_copy(number, Path(folder)) if self.sees(folder, mark) else None
 
     def pieces(self, number: int) -> list[Piece]:
-        """Return position and size of each piece of this rank's part of copy `number`; `piece` returns the contents."""
+        """Return the position and size of each piece of this rank's part of copy `number`, whose content `piece`
+        returns.
+        """
         return self._opened_learner.pieces(number)
 
     def piece(self, number: int, piece: Piece) -> bytes:

@@ -41,9 +41,9 @@ _GOING_ON = threading.Event()
 
 @dataclass(frozen=True)
 class CopyReport:
-    """Report of one rank about its part of a copy of weights and optimizer (`headrace_trainer.learner.Copy`).
+    """Report of one rank about a copy (`headrace_trainer.learner.Copy`): sizes of its files, and the fingerprint.
 
-    Only the first rank reports all sizes and the fingerprint.
+    Only the report of the first rank is complete.
     """
 
     sizes: Mapping[str, int]
@@ -134,14 +134,11 @@ class RankLearner:
         return CopyReport(sizes, fingerprint)
 
     def write_copy(self, number: int, folder: Path) -> list[Piece]:
-        """Write this rank's ranges into the files in `folder`, while steps go on."""
+        """Write this rank's ranges of copy `number` into the files in `folder`. It may run during steps."""
         return version_parts.write(folder, self._ranges_of(number))
 
     def pieces(self, number: int) -> list[Piece]:
-        """Return the position in a file and the size of each piece of copy `number` that this rank holds.
-
-        The caller fetches the content of each with `piece`.
-        """
+        """Return file, position and size of each piece of copy `number` in this rank, whose content `piece` returns."""
         return [piece for file_range in self._ranges_of(number) for piece, _ in file_range.pieces()]
 
     def piece(self, number: int, piece: Piece) -> bytes:
@@ -162,7 +159,7 @@ class RankLearner:
         return self._ranges
 
     def restore(self, folder: Path, *, with_random: bool) -> None:
-        """Restore a snapshot (`Copy`). Each rank reads one tensor at a time, and keeps its own part of it."""
+        """Restore a snapshot (`Copy`) from `folder`. Each rank reads one tensor at a time, and keeps its part of it."""
         weights, state = StoredTensors(folder / WEIGHTS), StoredTensors(folder / OPTIMIZER)
         tensors.restore(self._inner.policy, self._inner.optimizer, weights, state, with_random=with_random)
 
@@ -174,14 +171,25 @@ class RankLearner:
 
 
 def pass_budget(lengths: Sequence[int], pack_tokens: int, ranks: int) -> int:
-    """Return the largest number of tokens of a pass, reduced so that a small batch is divided among all ranks."""
+    """Return the number of tokens per pass: at most `pack_tokens`, fewer if otherwise some ranks had no pass.
+
+    Args:
+        lengths: numbers of tokens of the rows.
+        pack_tokens: largest number of tokens per pass.
+        ranks: number of ranks.
+    """
     return max(1, min(pack_tokens, math.ceil(sum(lengths) / ranks)))
 
 
 def assign_passes(packs: Sequence[Sequence[int]], lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Assign forward passes to ranks, and return the numbers of each rank's passes, in order.
+    """Assign forward passes to ranks, and return the indices of each rank's passes.
 
-    The longest pass comes first. Each goes to the rank with the fewest tokens so far, the first one of several.
+    The passes are assigned by descending length, each to the rank that has the fewest tokens so far.
+
+    Args:
+        packs: indices of the rows in each pass.
+        lengths: numbers of tokens of the rows.
+        ranks: number of ranks.
     """
     tokens = [sum(lengths[row] for row in rows) for rows in packs]
     hands: list[list[int]] = [[] for _ in range(ranks)]
@@ -302,12 +310,12 @@ def _to_cpu(value: Any) -> Any:
 
 
 def _is_of_idle_pass(value: Any) -> bool:
-    """Return whether an observation belongs to an idle pass."""
+    """Return whether an entry of `Measures` belongs to an idle pass, which has no rows of the batch."""
     return isinstance(value, tuple) and any(getattr(part, "idle", False) for part in value)
 
 
 def _merge(parts: Sequence[Measures]) -> Measures:
-    """Concatenate the measurements of all ranks, in their order, without those of idle passes."""
+    """Return the measurements of all ranks concatenated in the order of the ranks, without those of idle passes."""
     merged = Measures()
     for name in (field.name for field in fields(Measures)):
         target = getattr(merged, name)

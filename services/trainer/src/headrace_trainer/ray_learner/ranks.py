@@ -63,7 +63,7 @@ class Ranks:
 
     @property
     def failure(self) -> str | None:
-        """The reason why the ranks cannot go on, None while they can. May be read from any thread."""
+        """Reason why the ranks can no longer be called, or None. It may be read from any thread."""
         if self._lost is None and self._alive:
             self._lost = self._death()
         return self._lost
@@ -80,11 +80,12 @@ class Ranks:
         return self.each(method, [arguments] * len(self._actors), stop=stop)
 
     def each(self, method: str, arguments: list[Any], *, stop: threading.Event | None = None) -> list[Any]:
-        """Call a method on all ranks concurrently, and return their results in the order of the ranks.
+        """Call a method of all ranks concurrently, and return the results in the order of the ranks.
 
         Args:
-            arguments: the method's arguments for each rank.
-            stop: ends the wait when set.
+            method: name of the method.
+            arguments: for each rank the method's argument.
+            stop: event that ends the wait.
 
         Raises:
             LearnerLost: a rank has failed.
@@ -99,7 +100,7 @@ class Ranks:
             return list(ray.get(calls))
 
     def call_rank(self, number: int, method: str, *arguments: Any) -> Any:
-        """Call a method of one rank, if it does not need the others, and return the result."""
+        """Call a method of a single rank, in which it does not wait for other ranks, and return the result."""
         if self._lost is not None:
             raise LearnerLost(self._lost)
         with self._marking_lost(method):
@@ -116,9 +117,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def provide_files(self, folder: Path) -> Iterator[list[str]]:
-        """Context with a folder for each rank that has the files of `folder`.
+        """Open a context with the path of a folder for each rank that contains the files of `folder`.
 
-        It is the same folder where the rank has access to it, and otherwise a copy that the ranks of its machine share.
+        It is `folder` itself if the rank has access to it, otherwise a copy that the ranks of its machine share.
         """
         with marked(folder) as mark:
             has_access = self.all("sees", str(folder), mark)
@@ -142,10 +143,10 @@ class Ranks:
                 self._forget(number, rank_folder)
 
     def call_during_steps(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method in every rank that may run during a step, and return the results by rank.
+        """Call a method of every rank that may run during a step, and return the results in the order of the ranks.
 
-        The call may come from another thread than the others, one at a time. It raises `OSError` as a rank does, after
-        which the ranks can go on.
+        Another thread than that of other calls may call it, one call at a time. If a rank raises `OSError`, it is
+        raised here, and the ranks can still be called.
         """
         return self._call_during_steps(method, self._actors, arguments)
 
@@ -207,9 +208,9 @@ class Ranks:
         return compute.device != "cpu"
 
     def _wait(self, method: str, calls: list[Any], stop: threading.Event | None) -> None:
-        """Wait until all calls have returned, or one has failed: the others may then wait for it for ever.
+        """Wait until all calls have returned or one has failed, for which the others may wait forever.
 
-        A `NotFinite` error is no failure of one rank, because every rank raises it.
+        `NotFinite` does not count as failure, because every rank raises it.
         """
         limit = self._limit_s
         end_s = time.monotonic() + limit
@@ -244,7 +245,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def _marking_lost(self, method: str) -> Iterator[None]:
-        """Context of calls to ranks. Errors after which the ranks cannot go on are raised as `LearnerLost`."""
+        """Open a context for calls to ranks. Errors after which the ranks are unusable become `LearnerLost`."""
         try:
             yield
         except LearnerLost as error:
@@ -279,8 +280,7 @@ def _resources() -> dict[str, float]:
 
 @contextlib.contextmanager
 def marked(folder: Path) -> Iterator[str]:
-    """Context in which `folder` has a file with a random mark, by which a rank can check whether it accesses the
-    same folder."""
+    """Open a context in which `folder` has the file `MARK` with random content, by which ranks recognise the folder."""
     mark = uuid.uuid4().hex
     (folder / MARK).write_text(mark, encoding="ascii")
     try:
@@ -290,7 +290,7 @@ def marked(folder: Path) -> Iterator[str]:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    """Yield the pieces of a file, at least one, so that an empty file is sent too."""
+    """Yield the content of a file in pieces. An empty file yields one empty piece, so that it is sent, too."""
     with path.open("rb") as file:
         yield file.read(PIECE_BYTES)
         while piece := file.read(PIECE_BYTES):

@@ -65,7 +65,7 @@ class ShardedPolicy(Policy):
         _reshard(self.model)
         super().load(tensors)
 
-    def renew(self) -> None:
+    def update_weights(self) -> None:
         _reshard(self.model)
 
     @torch.no_grad()
@@ -117,7 +117,7 @@ def _shard(model: Any, device: torch.device) -> None:
 
 
 def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield a model's layers: the members of the outermost module lists, without lists inside of them."""
+    """Yield a model's layers: the members of its outermost module lists, without those of lists nested in them."""
     for child in model.children():
         if isinstance(child, nn.ModuleList):
             yield from child

@@ -58,9 +58,10 @@ class FileRange:
 def own_part(tensor: Tensor, *, first: bool) -> OwnPart | None:
     """Return this rank's part of a tensor, or None if it has none.
 
-    All ranks must call it at once, because a tensor that is not divided by rows is gathered in each.
+    All ranks must call it together, because a tensor that is not divided by rows is gathered in each.
 
     Args:
+        tensor: the tensor.
         first: whether this is the first rank, which writes unsharded tensors.
     """
     if not is_sharded(tensor):
@@ -114,7 +115,7 @@ def content_of(values: Tensor) -> memoryview:
 
 
 def write(folder: Path, ranges: Sequence[FileRange]) -> list[Piece]:
-    """Write ranges into existing files of their final size. Return the written pieces."""
+    """Write ranges into files in `folder`, which exist with their final size. Return the written pieces."""
     pieces = []
     for file_range in ranges:
         with (folder / file_range.file).open("rb+") as file:
@@ -137,7 +138,8 @@ class VersionPart:
 
 @dataclass(frozen=True)
 class _Entry:
-    """Tensor of a version's file: a trained one, by its name in the model, or another one that the first rank has."""
+    """Tensor of a version's file. `name` is its name in the model, or None for a tensor that only the first rank
+    has."""
 
     name: str | None
     shape: tuple[int, ...]
@@ -202,8 +204,9 @@ def version_of(inner: TorchLearner, base: str, *, first: bool, sharded: bool) ->
 
 
 def _entries(plan: WritePlan, bare: Mapping[str, Tensor]) -> _Files | None:
-    """Return for each file of a version which trained tensor every stored tensor equals, with shape and type; None if
-    the library changes a tensor while it writes it.
+    """Return for each file of a version its tensors, with the model's tensor that each equals, its shape and type.
+
+    The result is None if the library stores a tensor in a form that equals no tensor of the model.
     """
     names = {id(tensor): name for name, tensor in bare.items()}
     if not plan.is_exact(names):
@@ -234,7 +237,7 @@ def _texts(texts: Mapping[str, bytes]) -> tuple[FileRange, ...]:
 
 
 def _adapter(policy: Policy, base: str, *, first: bool) -> VersionPart:
-    """Return the part of an adapter, which is small enough to be gathered in the first rank."""
+    """Return this rank's part of an adapter's files. An adapter is small, so the first rank gathers and writes it."""
     trained, fingerprint = policy.tensors(), policy.fingerprint()
     if not first:
         return VersionPart(fingerprint)

@@ -279,7 +279,7 @@ def compare_base(settings: TrainerSettings) -> NativeComparison:
 
 def _logprobs(policy: Policy, pack: Pack) -> Tensor:
     """Return the policy's logprobs without autocast, so that the rounding of a coarser type hides no difference."""
-    with policy.eagerly():
+    with policy.disable_compilation():
         return forward.logprobs(policy.model, policy.head, pack)[0]
 
 

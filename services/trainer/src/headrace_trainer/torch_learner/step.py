@@ -150,7 +150,7 @@ def train(
             token_weight *= optimizer.gain
         if norm > 0.0 or any(bool(gather(gradient).any()) for gradient in stashed.values()):
             optimizer.apply(batch.weight, stashed)
-            policy.renew()
+            policy.update_weights()
             moved = True
     values, left_out = measures.values(batch, numbers)
     estimated = token_estimator.learn() if token_estimator is not None else {}

@@ -56,7 +56,7 @@ _WEIGHT_BYTES = {"bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class TrinityJob:
-    """Parameters of a training process of Trinity-RFT: working folder, name, initial model and batch size."""
+    """One training job of Trinity-RFT: working folder, name, initial model and batch size."""
 
     root: Path
     name: str
@@ -111,6 +111,8 @@ def configuration(settings: TrainerSettings, job: TrinityJob, rate: float, conte
     """Return Trinity's configuration of a job.
 
     Args:
+        settings: the trainer's settings.
+        job: the job.
         rate: learning rate.
         context: longest sequence in tokens.
     """

@@ -34,8 +34,9 @@ _WORD = b"headrace trinity weights of lineage "
 
 
 class Pending(Model):
-    """Batch that was handed over to Trinity-RFT and whose step is not confirmed yet. It is stored durably before
-    Trinity can see the batch, so that a crash neither loses nor repeats the step.
+    """Record of a batch that was handed over to Trinity-RFT and whose step is not confirmed yet.
+
+    It is durable before Trinity can read the batch, so that a crash neither loses nor repeats the step.
     """
 
     start: Sha256
@@ -47,7 +48,7 @@ class Pending(Model):
 
 
 class Disk:
-    """Folder that Trinity and the trainer share. One process at a time may write."""
+    """Folder that Trinity and the trainer share. Only one trainer process at a time may write."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.absolute()
@@ -81,7 +82,8 @@ class Disk:
         return digest
 
     def keep(self, digest: str, checkpoint: Path) -> None:
-        """Store Trinity's checkpoint folder of a step, which Trinity may remove afterwards."""
+        """Store a copy of Trinity's checkpoint folder of the weights with this digest, which Trinity may later
+        remove."""
         if not self.checkpoint(digest).exists():
             with self.appearing(self.checkpoint(digest)) as draft:
                 copied = shutil.copytree(checkpoint, draft / checkpoint.name, copy_function=_link)
@@ -89,9 +91,9 @@ class Disk:
         _touch(self.checkpoint(digest))
 
     def begin(self, job: TrinityJob, digest: str | None) -> int:
-        """Create a job's folder with the stored checkpoint of its first weights.
+        """Create a job's folder with the stored checkpoint `digest` of its initial weights, None without a checkpoint.
 
-        Return the number of that checkpoint's step.
+        Return the step number of that checkpoint, or 0.
         """
         job.folder.mkdir(parents=True)
         if digest is None:
@@ -111,9 +113,7 @@ class Disk:
         return Pending.model_validate_json(path.read_bytes()) if path.exists() else None
 
     def set_pending(self, pending: Pending) -> None:
-        """Store the batch that Trinity is about to train, so that it survives a crash. It is durable when the method
-        returns.
-        """
+        """Store the record of the batch that Trinity will train. It is durable when the method returns."""
         path = self.folder / "pending.json"
         draft = path.with_name(_DRAFT + path.name)
         with draft.open("wb") as file:
@@ -140,7 +140,8 @@ class Disk:
 
     @contextmanager
     def appearing(self, path: Path) -> Iterator[Path]:
-        """Context with a folder to fill, which is renamed to `path` afterwards, so that it appears complete."""
+        """Open a context with a new folder, which is renamed to `path` at the end, so that `path` is always
+        complete."""
         path.parent.mkdir(parents=True, exist_ok=True)
         draft = path.with_name(f"{_DRAFT}{uuid.uuid4().hex}")
         draft.mkdir()
@@ -258,7 +259,7 @@ def fingerprint(folder: Path) -> Fingerprint:
 
 
 def is_finite(weights: list[Path]) -> bool:
-    """Return whether all weights are finite. Reads them tensor by tensor."""
+    """Return whether all numbers in these weights files are finite. It reads them tensor by tensor."""
     from safetensors import safe_open
 
     for path in weights:

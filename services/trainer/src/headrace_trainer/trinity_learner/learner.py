@@ -59,7 +59,7 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class TrinityPoint:
-    """State of training between two steps."""
+    """Weights between two steps, and whether Trinity has an optimizer state for them."""
 
     weights: str
     """Digest of the weights."""
@@ -176,7 +176,10 @@ class TrinityLearner(WholeLearner):
     # A step
 
     def _train(self, batch: Batch, stop: threading.Event) -> None:
-        """Train `batch`, and return when the weights are those after the step."""
+        """Let Trinity train `batch`, and wait until the weights after the step are taken over.
+
+        It raises `Abandoned`, `NotFinite` and `LearnerLost`.
+        """
         digest, start = batch.digest(), self._point
         if self._find_earlier_step(digest):
             return
@@ -212,7 +215,8 @@ class TrinityLearner(WholeLearner):
         return True
 
     def _job_for(self, batch: Batch) -> RunningJob:
-        """Return the running job if it has the present state and large enough batches; otherwise start a new one."""
+        """Return the running job if it has the present weights and its batches are large enough; else start a new
+        job."""
         going, size = self._running, size_of(self._settings, len(batch.rows))
         if going is not None and going.at == self._point and going.job.size >= size and not going.runner.ended:
             return going
@@ -235,9 +239,9 @@ class TrinityLearner(WholeLearner):
         Buffer(job.buffer_url(self._trinity), job.buffer_name).hand_over(rows)
 
     def _wait_for_step(self, going: RunningJob, target: int, stop: threading.Event) -> bool:
-        """Wait until Trinity has saved this step.
+        """Wait until Trinity has saved the step `target`. Return False if its process ended before.
 
-        Return False if its process ended before. Raises `Abandoned`, `LearnerLost`.
+        It raises `Abandoned` and `LearnerLost`.
         """
         end_s = time.monotonic() + self._trinity.step_timeout_s
         while True:
@@ -254,7 +258,7 @@ class TrinityLearner(WholeLearner):
                 raise LearnerLost(self._lost)
 
     def _take_over_step(self, job: TrinityJob, step: int) -> bool:
-        """Use the weights of a step that Trinity has saved, if they exist and have changed. Return whether they have.
+        """Adopt the weights that Trinity has saved for `step`. Return False if they are missing or have not changed.
 
         After an exception Trinity saves unchanged weights under the next number. Raises `NotFinite`.
         """

@@ -86,7 +86,7 @@ def is_finite(batch: Batch) -> bool:
 
 
 def _has_temperature(row: Row, temperature: float) -> bool:
-    """Return whether a row was sampled at this temperature, from the whole vocabulary, and has logprobs."""
+    """Return whether a row has logprobs and was sampled at `temperature` from the whole vocabulary."""
     if row.written or row.unsampled_T is not None or row.sets is not None:
         return False
     return bool((np.abs(row.temperature_T[row.loss_mask_T] - temperature) < 1e-6).all())
@@ -203,11 +203,9 @@ class Buffer:
         )
 
     def hand_over(self, rows: Sequence[TrinityRow]) -> bool:
-        """Insert the rows of a batch in one transaction.
+        """Insert the rows of a batch in one transaction. Return False if they were inserted before.
 
-        Return False when they are there already. Raises `Unavailable`.
-
-        Blocks; must not be called in an event loop.
+        It raises `Unavailable`, blocks, and must not be called in an event loop.
         """
         return asyncio.run(self._hand_over(rows))
 

@@ -33,8 +33,8 @@ _BY_LENGTH = ("dynamic", "longrope")
 
 
 @contextlib.contextmanager
-def sequences(bounds: tuple[int, ...]) -> Iterator[None]:
-    """Context in which forward passes compute one row of several sequences.
+def row_of_sequences(bounds: tuple[int, ...]) -> Iterator[None]:
+    """Open a context in which forward passes compute one row that contains several sequences.
 
     Args:
         bounds: start of each sequence in the row, and the end of the last one.
@@ -47,12 +47,12 @@ def sequences(bounds: tuple[int, ...]) -> Iterator[None]:
 
 
 def bounds_now() -> tuple[int, ...]:
-    """Return the bounds of the sequences in the row that is being computed; empty outside of `sequences`."""
+    """Return the bounds of the sequences in the row that is being computed; empty outside of `row_of_sequences`."""
     return _row.get()
 
 
 class SequenceMask:
-    """Attention mask of a row, as the layers of a pass get it. It is used again where activations are recomputed."""
+    """Attention mask of a row of sequences, which transformers passes to each layer in place of a mask tensor."""
 
     def __init__(self, bounds: tuple[int, ...], **mask_args: Any) -> None:
         self.bounds = bounds or (0, mask_args["q_length"])
@@ -61,13 +61,13 @@ class SequenceMask:
         self._rows: dict[torch.device, flash.Row | None] = {}
 
     def of(self, length: int) -> tuple[Block, ...]:
-        """Return the blocks of queries by which the attention of a sequence of `length` tokens is computed."""
+        """Return the blocks into which the attention of a sequence of `length` tokens is divided."""
         if length not in self._blocks:
-            self._blocks[length] = blocks.of(length, self._mask_args)
+            self._blocks[length] = blocks.divide(length, self._mask_args)
         return self._blocks[length]
 
     def row(self, query: Tensor) -> flash.Row | None:
-        """Return the plan of the row for a flash kernel on the device of `query`, or None where no kernel fits."""
+        """Return the plan of the row for a flash kernel on the device of `query`, or None if no kernel supports it."""
         if query.device not in self._rows:
             long = flash.is_cudnn_faster(query)
             self._rows[query.device] = flash.row_of(self.bounds, self._mask_args, query.device, cudnn=long)
@@ -95,6 +95,8 @@ def attend(
     together.
 
     Args:
+        attention_mask: the mask of the row.
+        scaling: factor of the scores; None: the inverse root of the width.
         softcap: bound on scores by a tanh (Gemma 2).
         s_aux: a score per head for attending to no token (GPT-OSS).
     """
@@ -117,7 +119,7 @@ def attend(
         if not unfused and tiles.supports(q):
             result = tiles.attend(q, k, v, cut, scaling)
         else:
-            result = blocks.attend(q, k, v, s_aux, blocks.finer(cut) if unfused else cut, how)
+            result = blocks.attend(q, k, v, s_aux, blocks.refine(cut) if unfused else cut, how)
         attended.append(result.transpose(1, 2).reshape(len(query), count * length, result.shape[1], result.shape[3]))
     return (attended[0] if len(attended) == 1 else torch.cat(attended, dim=1)).contiguous(), None
 
@@ -127,7 +129,8 @@ def _split(tensor: Tensor, lengths: list[int]) -> Sequence[Tensor]:
 
 
 def _fused(scaling: float | None, query: Tensor, key: Tensor, value: Tensor, _: Tensor | None, block: Block) -> Tensor:
-    """Compute attention by a fused kernel. One kernel needs values as wide as keys, so zeros fill the rest."""
+    """Compute the attention of a block by a fused kernel of torch, with values padded to the width of keys if
+    needed."""
     width = value.shape[3]
     if width < query.shape[3]:
         value = functional.pad(value, (0, query.shape[3] - width))
@@ -143,7 +146,7 @@ def _fused(scaling: float | None, query: Tensor, key: Tensor, value: Tensor, _: 
 
 
 def _takes_groups(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
-    """Return whether the kernel can read keys that several heads share without copying them for each head."""
+    """Return whether torch's kernel supports grouped-query attention here, so that shared keys need no copies."""
     if query.device.type == "cuda":
         params = cuda.SDPAParams(query, key, value, block.mask, 0.0, block.mask is None, True)
         return bool(cuda.can_use_flash_attention(params))
@@ -159,7 +162,8 @@ def _unfused(
     scaling: float | None,
     softcap: float | None,
 ) -> Tensor:
-    """Compute attention that no fused kernel supports. The block's scores are kept until its gradient is computed."""
+    """Compute the attention of a block by single operations, for soft caps and sinks, which no fused kernel
+    supports."""
     heads, (batch, key_heads, keys, _) = query.shape[1], key.shape
     groups, length = heads // key_heads, query.shape[2]
     # Heads that share keys are stacked as rows of one matrix, so no key is copied.
@@ -221,7 +225,7 @@ class _PerSequenceRope:
         return self._original(x, position_ids, *args, **named)
 
     def _reset_frequencies(self) -> None:
-        """Reset the frequencies to those of a sequence within the original context."""
+        """Reset the module's frequencies to those for sequences within the original context."""
         module: Any = self._module
         for name in [name for name, _ in module.named_buffers(recurse=False) if name.endswith("original_inv_freq")]:
             original = getattr(module, name)

@@ -22,8 +22,9 @@ QUERIES = 256
 
 @dataclass(frozen=True)
 class Block:
-    """Part of a causal attention: queries `start` to `stop`, and the keys `first` to `last` that they may attend to;
-    ends are exclusive.
+    """Part of a causal attention: queries `start` to `stop` and the keys `first` to `last` that they may attend to.
+
+    Both ends are exclusive.
     """
 
     start: int
@@ -52,7 +53,7 @@ def causal(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-def of(length: int, mask_args: Mapping[str, Any]) -> tuple[Block, ...]:
+def divide(length: int, mask_args: Mapping[str, Any]) -> tuple[Block, ...]:
     """Divide the attention of a sequence into blocks, under the mask that transformers builds from `mask_args`."""
     alone = {**mask_args, "batch_size": 1, "kv_length": length, "kv_offset": 0, "attention_mask": None}
     if _is_plainly_causal(length, alone):
@@ -82,8 +83,8 @@ def _reach(start: int, stop: int, length: int, mask_args: Mapping[str, Any]) -> 
     return max(0, start - local), stop
 
 
-def finer(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-    """Divide long blocks into short ones, for attention that keeps the scores of a block."""
+def refine(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
+    """Divide blocks into short ones, for attention that stores the scores of a block."""
     return tuple(part for block in blocks for part in split(block, QUERIES))
 
 
@@ -160,9 +161,11 @@ def _parts_of(block: Block, query: Tensor | None, key: Tensor | None, value: Ten
 
 
 def _block(start: int, stop: int, offset: int, visible: Tensor, before: Block | None) -> Block:
-    """Return the block of these queries, without keys that none of them may attend to.
+    """Return the block of the queries `start` to `stop`, without keys that none of them may attend to.
 
     Args:
+        start: first query.
+        stop: end of the queries (exclusive).
         offset: first key of `visible`.
         visible: mask `[1, 1, queries, keys]`.
         before: the previous block, whose mask is used again if it is equal.
@@ -179,13 +182,11 @@ def _block(start: int, stop: int, offset: int, visible: Tensor, before: Block | 
 
 
 class _MaskRequested(Exception):
-    """Raised when transformers evaluates the mask function of an attention. It shows that the model needs an explicit
-    mask there.
-    """
+    """Raised when transformers evaluates a mask function, which means that it needs an explicit mask tensor."""
 
 
 def _is_plainly_causal(length: int, alone: Mapping[str, Any]) -> bool:
-    """Return whether transformers would omit the mask. The mask is not built to find out."""
+    """Return whether transformers would omit the mask of a sequence of `length` tokens, without building the mask."""
 
     def request(*_: Any) -> Tensor:
         raise _MaskRequested

@@ -5,7 +5,7 @@ as single operations they are read and written some forty times. A layer's own c
 all lengths. Attention is excluded, because its description of a row of sequences is no tensor.
 
 Compiling needs a C compiler and takes half a minute to a minute and a half at the first step. Outside of training
-(`eagerly`) the code runs uncompiled, because a comparison or a version's fingerprint does not justify a compilation.
+(`disable_compilation`) the code runs uncompiled, because a comparison or a version's fingerprint is too short for that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Function = Callable[..., Any]
 
 
 def check(device: torch.device) -> None:
-    """Check that the machine can compile, with a small function. Raises `SettingError`."""
+    """Compile a small function to check that torch.compile works on this machine. Raises `SettingError`."""
     try:
         torch.compile(torch.sin)(torch.ones(8, device=device))
     except Exception as error:  # a compiler may raise any error
@@ -59,19 +59,19 @@ def _is_layer(layer: nn.Module) -> bool:
     return hasattr(layer, "gradient_checkpointing")
 
 
-def eagerly() -> contextlib.AbstractContextManager[Any]:
-    """Context in which compiled functions run uncompiled."""
+def disable_compilation() -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which compiled functions run uncompiled."""
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
 
 
 @cache
-def fused(function: Function) -> Function:
-    """Return a function of tensors compiled anew for each shape. If it gets many shapes, use `fused_for_all`."""
+def compile_per_shape(function: Function) -> Function:
+    """Return `function`, compiled for each shape of its tensors. For many shapes use `compile_for_all_shapes`."""
     return torch.compile(function, dynamic=False)
 
 
 @cache
-def fused_for_all(function: Function) -> Function:
-    """Return a function of tensors compiled once for all shapes."""
+def compile_for_all_shapes(function: Function) -> Function:
+    """Return `function`, compiled once for all shapes of its tensors."""
     return torch.compile(function, dynamic=True)

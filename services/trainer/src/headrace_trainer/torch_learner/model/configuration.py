@@ -38,7 +38,7 @@ _SHOWN = 3
 
 
 def check_layout(folder: Path) -> None:
-    """Raise `SettingError` for weights whose names and shapes are not those of the architecture. Reads no weights."""
+    """Raise `SettingError` if names or shapes of the weights are not those of the architecture. It reads no weights."""
     transformers_logging.disable_progress_bar()
     try:
         _, info = AutoModelForCausalLM.from_pretrained(
@@ -57,9 +57,13 @@ def check_layout(folder: Path) -> None:
 
 
 def check_names(folder: Path, info: Mapping[str, Any]) -> None:
-    """Raise `SettingError` for tensors that the files lack, have too many or in another shape.
+    """Raise `SettingError` if tensors are missing in the files, unexpected or of another shape.
 
     Transformers would fill missing tensors with random numbers or ones.
+
+    Args:
+        folder: the model folder.
+        info: report of transformers (`output_loading_info`).
     """
     wrong = {name.removesuffix("_keys"): sorted(map(str, keys)) for name, keys in info.items() if keys}
     if wrong:
@@ -69,7 +73,7 @@ def check_names(folder: Path, info: Mapping[str, Any]) -> None:
 
 
 def check_weights(folder: Path, model: Any, info: Mapping[str, Any]) -> None:
-    """Raise `SettingError` for tensors that are not those of the architecture, or that are not finite."""
+    """Raise `SettingError` if tensors are not those of the architecture (`check_names`), or not finite."""
     check_names(folder, info)
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):

@@ -38,7 +38,7 @@ def device_of(name: str) -> torch.device:
 
 
 def resolve_types(compute: ComputeSettings, device: torch.device) -> ComputeSettings:
-    """Return the settings with the type that `auto` stands for on this device."""
+    """Return the settings with `dtype` `auto` replaced by the type for this device. Raises `SettingError`."""
     if compute.dtype == "auto":
         dtype = "bfloat16" if multiplies_bfloat16(device) else "float32"
         log.info("dtype_chosen", dtype=dtype, device=str(device))
@@ -103,7 +103,10 @@ def _glibc_function(name: str) -> Any:
 
 
 def multiply_directly() -> bool:
-    """Let oneDNN compute matrix products of float32, unless it would round them. Return whether it computes them."""
+    """Configure torch to compute float32 matrix products by oneDNN, unless oneDNN would round them.
+
+    Return whether oneDNN computes them.
+    """
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
@@ -115,7 +118,7 @@ def multiply_directly() -> bool:
 
 
 def computes_exactly() -> bool:
-    """Return whether matrix products of float32 are computed in the full precision of float32."""
+    """Return whether float32 matrix products have the full precision of float32, by a comparison with float64."""
     draw = torch.Generator().manual_seed(0)
     left, right = (torch.rand(2, 256, 256, generator=draw) + 0.5 for _ in range(2))
     left, right = left[:, :200], right[:, :, :136]  # parts of larger tensors, with sizes that are no powers of two

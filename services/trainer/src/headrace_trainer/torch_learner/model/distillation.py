@@ -21,7 +21,8 @@ from headrace_trainer.torch_learner.model.pack_sets import EXCLUDED
 
 @dataclass(frozen=True)
 class DistillationTarget:
-    """Distillation target for some of the loss tokens of a pass: the teacher's hidden states at these tokens."""
+    """Teacher's hidden states at some of the loss tokens of a pass, towards whose distributions the policy is
+    trained."""
 
     positions_M: Tensor
     """Indices of these tokens among the loss tokens, ascending."""

@@ -38,7 +38,7 @@ KernelResult = tuple[Tensor, ExtraTensors]
 
 @dataclass(frozen=True)
 class Part:
-    """Neighbouring sequences of a row whose attention one kernel call computes."""
+    """Neighbouring sequences of a row whose attention is computed by one kernel call."""
 
     lengths: tuple[int, ...]
     window: int | None
@@ -58,7 +58,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Row:
-    """Plan for computing the attention of one row of packed sequences: the parts that one kernel call each computes."""
+    """Plan for computing the attention of one row of packed sequences: parts, each of which one kernel call
+    computes."""
 
     parts: tuple[Part, ...]
 
@@ -115,7 +116,7 @@ class Flash:
 
 
 class Cudnn:
-    """Attention kernel of cuDNN, which computes a rectangle of equally long sequences."""
+    """Attention kernel of cuDNN for several sequences of equal (rounded) length."""
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, part: Part, scale: float | None) -> KernelResult:
         three = (_rectangle(tensor, part) for tensor in (query, key, value))
@@ -158,14 +159,18 @@ CUDNN: Kernel = Cudnn()
 
 
 def row_of(bounds: tuple[int, ...], mask_args: Mapping[str, Any], device: torch.device, *, cudnn: bool) -> Row | None:
-    """Plan the attention of a row under the mask that transformers builds from `mask_args`; None where no kernel fits.
+    """Return the plan of a row's attention under the mask that transformers builds from `mask_args`.
+
+    The result is None if no kernel supports the mask.
 
     Args:
         bounds: start of each sequence in the row, and the end of the last one.
+        mask_args: arguments of transformers' mask functions.
+        device: device of the row.
         cudnn: whether cuDNN computes long sequences.
     """
     lengths = [b - a for a, b in pairwise(bounds)]
-    window_keys = reach(max(lengths), mask_args)
+    window_keys = window_of(max(lengths), mask_args)
     if window_keys is None:
         return None
     window = window_keys if window_keys < max(lengths) else None
@@ -179,7 +184,7 @@ def row_of(bounds: tuple[int, ...], mask_args: Mapping[str, Any], device: torch.
 
 
 def _neighbours(lengths: list[int], *, cudnn: bool) -> Iterator[list[int]]:
-    """Group neighbouring sequences for one call each.
+    """Yield groups of neighbouring sequences, each of which is computed by one call.
 
     Short sequences form one group. Long ones are grouped if they are rounded to the same length, in groups of 1, 2, 4
     and so on, because cuDNN prepares a plan for each group size.
@@ -207,7 +212,7 @@ def _left(part: Part) -> int:
 
 
 def _rectangle(tensor: Tensor, part: Part) -> Tensor:
-    """Return the part as `[sequences, heads, rounded, width]`, as a view where no padding is needed."""
+    """Reshape a part of the row to `[sequences, heads, rounded length, width]`, with padding if it is needed."""
     if all(length == part.rounded_length for length in part.lengths):
         return tensor.reshape(len(part.lengths), part.rounded_length, *tensor.shape[1:]).transpose(1, 2)
     padded = tensor.new_zeros(len(part.lengths), part.rounded_length, *tensor.shape[1:])
@@ -224,10 +229,10 @@ def _strip(tensor: Tensor, part: Part) -> Tensor:
     return torch.cat([row[:length] for row, length in zip(rows, part.lengths, strict=True)])
 
 
-def reach(longest: int, mask_args: Mapping[str, Any]) -> int | None:
-    """Return the largest number of keys that a query attends to, its own included; `longest` for plain causality.
+def window_of(longest: int, mask_args: Mapping[str, Any]) -> int | None:
+    """Return the window of a mask: the largest number of keys that a query attends to, its own included.
 
-    None: the mask is neither plain causality nor a window.
+    It is `longest` for plain causality, and None if the mask is neither plain causality nor a window.
     """
     if not mask_args.get("allow_is_causal_skip", True):
         return None  # the mask was combined with another one
@@ -265,7 +270,7 @@ def is_cudnn_faster(query: Tensor) -> bool:
 
 
 def cast(tensor: Tensor) -> Tensor:
-    """Return the tensor in the type of products under autocast."""
+    """Return the tensor in the type that autocast, if enabled, uses for matrix products."""
     kind = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 
@@ -281,6 +286,8 @@ def attend(
     """Compute the attention of a row, from `[1, heads, T, width]` to `[1, T, heads, width]`.
 
     Args:
+        row: plan of the row.
+        scale: factor of the scores; None: the inverse root of the width.
         kernels: kernels of parts with and without bounds; None for `FLASH` and `CUDNN`.
     """
     three = (cast(tensor).squeeze(0).transpose(0, 1) for tensor in (query, key, value))

@@ -25,7 +25,7 @@ from headrace_trainer.torch_learner.model.pack_sets import PackSets
 
 @dataclass(frozen=True)
 class Pack:
-    """Inputs of one forward pass as tensors. `_N` are the positions of the loss, row by row, in order."""
+    """Inputs of one forward pass as tensors. Those with the suffix `_N` have one entry per loss token, row by row."""
 
     token_ids_BT: Tensor
     position_ids_BT: Tensor
@@ -65,7 +65,7 @@ class Pack:
 
 
 def collate(rows: Sequence[Row], device: torch.device, *, padded: bool) -> Pack:
-    """Build the pass over several rows. The logits that predict token t are at position t - 1."""
+    """Build the tensors of a forward pass over several rows. The logits that predict token t are at position t - 1."""
     lengths = [row.length for row in rows]
     width = max(lengths) if padded else sum(lengths)
     starts = [index * width for index in range(len(rows))] if padded else [0, *np.cumsum(lengths[:-1]).tolist()]
@@ -105,7 +105,7 @@ def collate(rows: Sequence[Row], device: torch.device, *, padded: bool) -> Pack:
 
 
 def _written(row: Row) -> np.ndarray[Any, Any]:
-    """Return for each token of the loss whether it has no logprob of a sampling policy."""
+    """Return for each loss token of a row whether it lacks a logprob of the sampling policy (written or unreported)."""
     if row.unsampled_T is None or row.written:
         return np.full(row.tokens, row.written)
     return row.unsampled_T[row.loss_mask_T]
@@ -146,10 +146,13 @@ def logprobs(model: Any, output: Head, pack: Pack) -> tuple[Tensor, Tensor]:
 
 
 def backward(model: Any, output: Head, pack: Pack, slope: Slope) -> tuple[Tensor, Tensor]:
-    """Return `logprobs`, and add the gradients of a loss with this `slope` to those of the parameters.
+    """Return the result of `logprobs`, and add the gradients of a loss to those of the parameters.
 
     Args:
-        slope: returns the derivative of the loss with respect to each logprob.
+        model: the model.
+        output: its output head.
+        pack: inputs of the pass.
+        slope: function that returns the derivative of the loss with respect to each logprob.
     """
     kind = pack.token_ids_BT.device.type
     if not output.plain:
@@ -167,7 +170,7 @@ def backward(model: Any, output: Head, pack: Pack, slope: Slope) -> tuple[Tensor
 
 
 def hidden(model: Any, output: Head, pack: Pack) -> Tensor:
-    """Return the last hidden states for the loss tokens, `hidden_NH`, which are the inputs of the head."""
+    """Return the last hidden states before the loss tokens, `hidden_NH`, which are the inputs of the head `output`."""
     with head.intercept(output.module) as head_inputs:
         _run(model, pack)
     (hidden_BTH,) = head_inputs
@@ -175,9 +178,8 @@ def hidden(model: Any, output: Head, pack: Pack) -> Tensor:
 
 
 def logits(model: Any, pack: Pack) -> Tensor:
-    """Return the logits of the loss tokens in float32, `logits_NV`, all at once.
-
-    For models whose head cannot be computed separately.
+    """Return the logits of the loss tokens in float32, `logits_NV`, for models whose head cannot be computed
+    separately.
     """
     if pack.attention_mask_BT is None:
         logits_NV: Tensor = _run(model, pack, logits_to_keep=pack.predicting_N).logits[0]
@@ -193,5 +195,5 @@ def _run(model: Any, pack: Pack, **more: Any) -> Any:
     # A mask of ones, because without one transformers separates sequences by their positions in a mask of the whole
     # row.
     ones_BT = torch.ones_like(pack.token_ids_BT, dtype=torch.bool)
-    with attention.sequences(pack.bounds):
+    with attention.row_of_sequences(pack.bounds):
         return model(**inputs, attention_mask=ones_BT)

@@ -41,7 +41,7 @@ Slope = Callable[[Tensor, slice], Tensor]
 
 @dataclass(frozen=True)
 class Head:
-    """Output head of a model (the projection to logits), and how its logprobs are computed."""
+    """Output head of a model (the projection to logits), which computes logprobs chunk by chunk if possible."""
 
     module: Any
     tail: Tail = NO_TAIL
@@ -53,10 +53,7 @@ class Head:
     @classmethod
     @torch.no_grad()
     def of(cls, model: Any, token_ids: tuple[int, ...]) -> Head:
-        """Examine the head of `model` by two forward passes over these tokens.
-
-        Raises the errors of the model's code.
-        """
+        """Return the head of `model`, examined by two passes over `token_ids`. Raises errors of the model's code."""
         module = model.get_output_embeddings()
         if module is None:
             return cls(None, unchunked_reason="the model names no output head")
@@ -92,7 +89,7 @@ class Head:
     def logprobs(
         self, hidden_NH: Tensor, targets_N: Tensor, temperature_N: Tensor, sets: PackSets | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return `(logprobs_N, entropy_N)`, both after temperature and over `sets`. The entropy has no gradient."""
+        """Return `(logprobs_N, entropy_N)`, after temperature and restricted to `sets`. The entropy has no gradient."""
         if self.plain:
             result: tuple[Tensor, Tensor] = _Chunked.apply(  # type: ignore[no-untyped-call]
                 hidden_NH,
@@ -125,13 +122,13 @@ class Head:
         target: DistillationTarget | None = None,
         sets: PackSets | None = None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Compute logprobs and gradients in one pass, each matrix product once. For a `plain` head.
+        """Compute logprobs and gradients together, each matrix product once. The head must be `plain`.
 
-        The gradients of the head's parameters are added to these. `target` adds the gradient of a distillation target,
-        and `sets` restricts the softmax of positions.
+        The gradients of the head's parameters are added to their `grad`. `slope` returns the derivative of the loss by
+        the logprobs, `target` adds the gradient of a distillation target, and `sets` restricts the softmax.
 
         Returns:
-            `(logprobs_N, entropy_N)` and the gradient of the hidden states, None where they need none.
+            `(logprobs_N, entropy_N)` and the gradient of the hidden states, or None if they need none.
         """
         weight_VH, bias_V = self.module.weight, self.module.bias
         fusible = self.tail == Tail() and target is None and _wide_dtype(hidden_NH) is torch.float32
@@ -165,12 +162,12 @@ class Head:
                 sums.add(matrix, part, hidden_NH[part], targets_N[part], shares, share, answer, more)
         for parameter, gradient in ((weight_VH, weight), (bias_V, bias)):
             if gradient is not None:
-                home = masters.home(parameter)
+                home = masters.gradient_owner(parameter)
                 home.grad = gradient.to(home.dtype)
         return logprobs_N, entropy_N, sums.hidden
 
     def answer(self, hidden_NH: Tensor) -> Tensor:
-        """Return the logits of a few hidden states in float32, `logits_NV`, all at once. For a `plain` head."""
+        """Return the logits of a few hidden states in float32, `logits_NV`, unchunked. The head must be `plain`."""
         with torch.autocast(hidden_NH.device.type, enabled=False):
             return _Matrix.of(self.module.weight, self.module.bias, self.tail, hidden_NH.dtype).answer(hidden_NH)
 
@@ -185,17 +182,18 @@ class Head:
     def _compute_chunk(
         self, hidden: Tensor, targets: Tensor, temperature: Tensor, sets: PackSets | None, part: slice
     ) -> tuple[Tensor, Tensor]:
-        """Compute a chunk with any kind of head."""
+        """Return logprobs and entropies of the tokens of a chunk, with any kind of head."""
         logits = self.tail(_wide(self.module(hidden)))
         return logprobs(logits if sets is None else sets.restrict(logits, part), targets, temperature)
 
 
 @contextlib.contextmanager
 def intercept(module: Any, answer: Callable[[Tensor], Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """Context that records the inputs of `module` and replaces its output.
+    """Open a context that records the inputs of `module` and replaces its output.
 
     Args:
-        answer: computes the output from the input. By default the output is the first column of the input.
+        module: the module.
+        answer: function that computes the output from the input; None for the first column of the input.
     """
     inputs: list[Tensor] = []
     before = vars(module).get("forward")
@@ -318,7 +316,7 @@ class _Gradients:
         gradient = shares.mul_(-column).scatter_add_(-1, targets[:, None], column)
         if more is not None:
             gradient.index_add_(0, *more)
-        gradient = matrix.tail.back(gradient, answer)
+        gradient = matrix.tail.gradient(gradient, answer)
         if self.bias is not None:
             self.bias.add_(gradient.sum(0))
         rounded = gradient.to(matrix.weight.dtype)
@@ -343,7 +341,7 @@ class _Matrix:
     def answer(self, hidden: Tensor) -> Tensor:
         """Return the logits of a chunk of hidden states, in a new tensor."""
         raw = _wide(functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias))
-        return self.tail.onto(raw)
+        return self.tail.apply_in_place(raw)
 
     def answer_into(self, buffer: Tensor, hidden: Tensor) -> None:
         """Write the logits of a chunk of hidden states into `buffer`."""
@@ -353,7 +351,7 @@ class _Matrix:
             torch.mm(hidden.to(self.weight.dtype), self.weight.T, out=buffer)
         else:
             torch.addmm(self.bias, hidden.to(self.weight.dtype), self.weight.T, out=buffer)
-        self.tail.onto(buffer)
+        self.tail.apply_in_place(buffer)
 
 
 def _chunks(hidden_NH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
@@ -364,7 +362,7 @@ def _chunks(hidden_NH: Tensor, weight_VH: Tensor) -> Iterator[slice]:
 
 
 def _rows_of(vocabulary: int) -> int:
-    """Return how many tokens a chunk has, for a vocabulary of this size."""
+    """Return the number of tokens per chunk for a vocabulary of this size."""
     return max(1, CHUNK_BYTES // (4 * vocabulary))
 
 
@@ -379,10 +377,10 @@ def _zeros(parameter: Tensor) -> Tensor:
 
 
 def _gradient_of(parameter: Tensor | None) -> Tensor | None:
-    """Return the tensor that gradients are added to: the present gradient, as a float32 copy where it is narrower."""
+    """Return the tensor to which gradients are added: the parameter's gradient, or a float32 copy of a narrower one."""
     if parameter is None or not parameter.requires_grad:
         return None
-    gradient = masters.home(parameter).grad
+    gradient = masters.gradient_owner(parameter).grad
     return _zeros(parameter) if gradient is None else _wide(gradient)
 
 

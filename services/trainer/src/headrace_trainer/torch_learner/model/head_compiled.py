@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headrace_trainer.torch_learner.model import masters
-from headrace_trainer.torch_learner.model.compiled import fused
+from headrace_trainer.torch_learner.model.compiled import compile_per_shape
 from headrace_trainer.torch_learner.model.masters import add_product
 from headrace_trainer.torch_learner.model.pack_sets import PackSets
 
@@ -54,10 +54,10 @@ def backward(
             logits_NV = functional.linear(chunk_NH, matrix_VH, added_V)
             if sets is not None:
                 sets.restrict(logits_NV, part)
-            chunk_logprobs_N, chunk_entropy_N, norm_N = fused(_read)(logits_NV, at_N, heat_N)
+            chunk_logprobs_N, chunk_entropy_N, norm_N = compile_per_shape(_read)(logits_NV, at_N, heat_N)
             logprobs_N[part], entropy_N[part] = chunk_logprobs_N[:count], chunk_entropy_N[:count]
             share_N = functional.pad(slope(logprobs_N[part], part), (0, missing)) / heat_N
-            gradient_NV = fused(_differentiate)(logits_NV, norm_N, at_N, heat_N, share_N)
+            gradient_NV = compile_per_shape(_differentiate)(logits_NV, norm_N, at_N, heat_N, share_N)
             if of_bias_V is not None:
                 of_bias_V.add_(gradient_NV.sum(0, dtype=torch.float32))
             if of_hidden_NH is not None:
@@ -69,9 +69,9 @@ def backward(
 
 
 def rows_of(tokens: int, vocabulary: int, dtype: torch.dtype) -> int:
-    """Return how many tokens a chunk of logits has.
+    """Return the number of tokens per chunk of logits, for a pass with `tokens` loss tokens.
 
-    With few tokens it is one of a few sizes, because each size is compiled once, and its padding is computed as well.
+    It is one of a few sizes, because the code is compiled for each size.
     """
     rows = CHUNK_BYTES // (dtype.itemsize * vocabulary)
     most = max(1, rows - rows % _ROWS if rows > _ROWS else rows)
@@ -84,7 +84,7 @@ def _gradient_buffer(parameter: Tensor | None) -> Tensor | None:
     """
     if parameter is None or not parameter.requires_grad:
         return None
-    home = masters.home(parameter)
+    home = masters.gradient_owner(parameter)
     if home.grad is None:
         home.grad = torch.zeros_like(home)
     return home.grad

@@ -24,13 +24,13 @@ class Tail:
         scaled = raw if self.scale == 1.0 else raw * self.scale
         return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
 
-    def onto(self, raw: Tensor) -> Tensor:
+    def apply_in_place(self, raw: Tensor) -> Tensor:
         """Apply the operation in place."""
         if self.scale != 1.0:
             raw.mul_(self.scale)
         return raw if self.cap is None else raw.div_(self.cap).tanh_().mul_(self.cap)
 
-    def back(self, gradient: Tensor, answer: Tensor | None) -> Tensor:
+    def gradient(self, gradient: Tensor, answer: Tensor | None) -> Tensor:
         """Compute the gradient of the input from that of the output, in place.
 
         Args:
@@ -46,15 +46,15 @@ NO_TAIL = Tail()
 
 
 def planted_logits(raw: Tensor) -> Tensor:
-    """Return planted logits, from which `find_tail` derives the operation: many sizes and both signs, shaped like
-    `raw`."""
+    """Return test logits of various sizes and both signs, shaped like `raw`, from which `find_tail` derives a
+    `Tail`."""
     spread = torch.linspace(-_PLANTED_MAX, _PLANTED_MAX, raw.numel(), dtype=torch.float32, device=raw.device)
     spread[0], spread[1] = 1.0, _HUGE
     return spread.reshape(raw.shape)
 
 
 def find_tail(planted: Tensor, answer: Tensor) -> Tail | None:
-    """Return the operation that turns `planted` into `answer`, or None if it is none of the known ones."""
+    """Return the `Tail` that converts `planted` to `answer`, or None if the operation is neither scale nor soft cap."""
     if answer.shape != planted.shape:
         return None
     small, huge = (float(value) for value in answer.flatten()[:2])

@@ -31,7 +31,7 @@ _MASTER = "headrace_master"
 def round_stochastically(
     weights: Tensor, dtype: torch.dtype, name: str, how: RoundPart | None = None, start: int = 0
 ) -> Tensor:
-    """Return float32 `weights` in `dtype`. The result is the same on every device.
+    """Return float32 `weights` stochastically rounded to `dtype`. The result is deterministic, on every device.
 
     Args:
         weights: The weights, or a part of a tensor.
@@ -77,7 +77,7 @@ def _draws(mixed: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def of(model: nn.Module) -> dict[str, nn.Parameter]:
+def create(model: nn.Module) -> dict[str, nn.Parameter]:
     """Create a float32 master copy of each trained weight, and round the weights of the model to bfloat16.
 
     From then on gradients are accumulated at the masters, which the optimizer updates. Returns the masters by name.
@@ -92,7 +92,7 @@ def of(model: nn.Module) -> dict[str, nn.Parameter]:
     return masters
 
 
-def home(weight: Tensor) -> Tensor:
+def gradient_owner(weight: Tensor) -> Tensor:
     """Return the tensor in which the gradient of `weight` is accumulated: its float32 master copy, or the weight itself
     if it has none.
     """
@@ -101,15 +101,15 @@ def home(weight: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def renew(model: nn.Module, masters: Mapping[str, Tensor], *, compiled: bool) -> None:
-    """Set the weights of `model` to their masters, rounded."""
+def update_weights(model: nn.Module, masters: Mapping[str, Tensor], *, compiled: bool) -> None:
+    """Set the weights of `model` to their float32 masters, stochastically rounded."""
     how: RoundPart | None = None
     if compiled:
         from headrace_trainer.torch_learner.model.compiled import (
-            fused_for_all,  # imported here, because it takes seconds
+            compile_for_all_shapes,  # imported here, because it takes seconds
         )
 
-        how = fused_for_all(round_part)
+        how = compile_for_all_shapes(round_part)
 
     for name, weight in model.named_parameters():
         if name in masters:
@@ -120,7 +120,7 @@ def _add_to_master(weight: Tensor) -> None:
     """Add the gradient of a weight in one pass to that of its master."""
     if weight.grad is None:
         return
-    master = home(weight)
+    master = gradient_owner(weight)
     if master.grad is None:
         master.grad = weight.grad.float()
     else:
@@ -129,7 +129,7 @@ def _add_to_master(weight: Tensor) -> None:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add `left @ right` to `total`, which may have a wider type: a GPU then adds in that type."""
+    """Add `left @ right` to `total` in place. If `total` has a wider type, a GPU accumulates the sum in that type."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda and total.dtype is torch.float32:

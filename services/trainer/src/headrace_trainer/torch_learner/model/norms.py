@@ -50,7 +50,7 @@ def fuse(model: nn.Module) -> int:
 
 @torch.no_grad()
 def form_of(module: nn.Module) -> NormFormula | None:
-    """Return the formula that the norm `module` computes, or None if it is none of the two."""
+    """Return the formula that the norm `module` computes, by a test on its outputs, or None if it is an unknown one."""
     if not type(module).__name__.endswith("RMSNorm") or set(dict(module.named_parameters())) != {"weight"}:
         return None
     weight: Any = module.weight
@@ -69,7 +69,7 @@ def form_of(module: nn.Module) -> NormFormula | None:
 
 
 class _Fused:
-    """Forward method of a norm with a gradient of its own."""
+    """Replacement of a norm's forward method, with a hand-written gradient."""
 
     def __init__(self, module: nn.Module, form: NormFormula) -> None:
         self._module = module

@@ -68,10 +68,11 @@ class AnswerShift:
 
 @dataclass(frozen=True)
 class PackSets:
-    """Allowed tokens of all sampled positions in one forward pass, so that the head computes logprobs among them only.
+    """Sets of allowed tokens and logit shifts of the loss tokens of one forward pass, by which the head restricts
+    logits.
 
-    A position is constrained where a grammar or a cut of the distribution such as `top_p` excluded tokens. Tensors are
-    on the device and arrays on the host, so that no call waits for the device.
+    A loss token has a set if a grammar or a truncation such as `top_p` excluded tokens. Tensors are on the device and
+    arrays on the host, so that no call waits for the device.
     """
 
     restricted_N: Tensor
@@ -90,7 +91,7 @@ class PackSets:
 
     @classmethod
     def of(cls, rows: Sequence[Row], device: torch.device) -> PackSets | None:
-        """Return the token sets of the loss tokens of these rows, in order; None where no row has any."""
+        """Return the token sets of the loss tokens of these rows, in order, or None if no row has any."""
         if not any(row.sets is not None for row in rows):
             return None
         index_of: dict[int, int] = {}
@@ -158,7 +159,7 @@ class PackSets:
         return logits_nV
 
     def _excluded(self, index_m: Tensor, vocabulary: int) -> Tensor:
-        """Return which tokens the large sets with these indices exclude."""
+        """Return for each large set in `index_m` a mask over the vocabulary that is true for excluded tokens."""
         powers = 2 ** torch.arange(8, device=index_m.device, dtype=torch.uint8)
         octets_mW8 = self.bits_UW[index_m][:, :, None] & powers
         return (octets_mW8 == 0).flatten(1)[:, :vocabulary]
@@ -172,7 +173,7 @@ def _shifts(row: Row, sets: TokenSets, numbers_T: NDArray[np.int64]) -> Iterator
 
 
 def _runs(numbers: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Yield first and end (exclusive) of each run of consecutive ascending numbers."""
+    """Yield the first number and the end (exclusive) of each run of consecutive numbers in an ascending array."""
     if not len(numbers):
         return
     breaks = np.flatnonzero(np.diff(numbers) != 1) + 1

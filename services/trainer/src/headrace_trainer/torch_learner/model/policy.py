@@ -70,11 +70,11 @@ class Policy:
         self._compute = compute
         self._reference: Any = None
         self._rounds = compute.weights == "bfloat16" and not lora
-        self.parameters: dict[str, nn.Parameter] = masters.of(model) if self._rounds else _trained(model)
+        self.parameters: dict[str, nn.Parameter] = masters.create(model) if self._rounds else _trained(model)
 
     @classmethod
     def open(cls, folder: Path, compute: ComputeSettings, lora: LoraSettings, seed: int) -> Policy:
-        """Load the weights in `folder`. Raise `SettingError` when model and settings do not fit."""
+        """Load the model in `folder` for training. Raises `SettingError` if it does not support the settings."""
         torch.set_num_threads(compute.threads)
         transformers_logging.disable_progress_bar()
         device = device_of(compute.device)
@@ -110,10 +110,10 @@ class Policy:
 
     @classmethod
     def _finish_loading(cls, model: Any, device: torch.device) -> None:
-        """Hook for subclasses that change the loaded model before other objects refer to its weights."""
+        """Hook that subclasses override to change the loaded model before other objects refer to its weights."""
 
     def keep_reference(self, folder: Path) -> None:
-        """Keep the first version's weights in memory, for its logprobs. Adapters need no second copy."""
+        """Load the first version's weights for `reference_logprobs`. Adapters need no second copy of the weights."""
         if not self.lora:
             self._reference = _load(folder, self._compute, frozen=True).to(self._load_device(self.device)).eval()
 
@@ -165,7 +165,7 @@ class Policy:
         recomputed = self._compute.gradient_checkpointing
         row = _plain_row(fingerprint_tokens(self.vocabulary))
         trained = sum(parameter.numel() for parameter in self.parameters.values())
-        with self.eagerly():
+        with self.disable_compilation():
             fitting = sequence_bound.tokens(free, trained, sequence_bound.token_bytes(self, row, recomputed=recomputed))
         if fitting < row.length:
             remedy = f"{free / 1e9:.1f} GB have room for {fitting} tokens; train adapters, or set the number of tokens"
@@ -177,10 +177,10 @@ class Policy:
 
     @torch.no_grad()
     def check_packing(self) -> None:
-        """Raise `SettingError` when the model's layers let sequences of one row influence each other."""
+        """Raise `SettingError` if sequences that are packed into one row influence each other's logprobs."""
         rows = [_plain_row(fingerprint_tokens(self.vocabulary)[start : start + 12]) for start in (0, 12, 24)]
         try:
-            with self.eagerly():
+            with self.disable_compilation():
                 together_N = self.logprobs(self.collate(rows))[0]
                 alone_N = torch.cat([self.logprobs(self.collate([row]))[0] for row in rows])
             difference = float((together_N - alone_N).abs().max())
@@ -198,23 +198,22 @@ class Policy:
 
     @torch.no_grad()
     def hidden_states(self, pack: Pack) -> Tensor:
-        """Return the last hidden states before each token of the loss, in float32, for a head that can be computed
-        separately."""
+        """Return the last hidden states before each loss token in float32. The head must be computable separately."""
         with self._autocast():
             return forward.hidden(self.model, self.head, pack).float()
 
     def backward(self, pack: Pack, slope: Slope) -> tuple[Tensor, Tensor]:
-        """Return `logprobs`, and add the gradients of a loss with this `slope` to those of the parameters."""
+        """Return the result of `logprobs`, and add the gradients of the loss whose derivative `slope` returns."""
         with self._autocast():
             return forward.backward(self.model, self.head, pack, slope)
 
     @cached_property
     def head(self) -> Head:
-        """Output head, which turns hidden states into logits. The first access runs the model to examine it."""
+        """Output head, which converts hidden states to logits. The first access runs the model to examine the head."""
         return self._head_of(self.model)
 
     def _head_of(self, model: Any) -> Head:
-        with self.eagerly():
+        with self.disable_compilation():
             output = Head.of(model, fingerprint_tokens(self.vocabulary)[:_PROBE_TOKENS])
         if output.unchunked_reason is not None:
             architecture = architecture_of(model.config)
@@ -225,7 +224,7 @@ class Policy:
 
     @contextlib.contextmanager
     def without_adapters(self) -> Iterator[None]:
-        """Context in which trained adapters are disabled. A fully trained model is not changed."""
+        """Open a context in which adapters are disabled. It has no effect if all weights are trained."""
         with self.model.disable_adapter() if self.lora else contextlib.nullcontext():
             yield
 
@@ -273,14 +272,14 @@ class Policy:
         for name, parameter in self.parameters.items():
             parameter.copy_(copy_sharded_like(parameter, tensors[name]))
             liveness.progress()
-        self.renew()
+        self.update_weights()
 
-    def renew(self) -> None:
+    def update_weights(self) -> None:
         """Round the float32 weights again to the type that the model computes with. Call it when `parameters` have
         changed.
         """
         if self._rounds:
-            masters.renew(self.model, self.parameters, compiled=self._compute.compile)
+            masters.update_weights(self.model, self.parameters, compiled=self._compute.compile)
 
     @torch.no_grad()
     def load_files(self, folder: Path) -> None:
@@ -303,7 +302,7 @@ class Policy:
         inputs = {"input_ids": torch.tensor([token_ids], device=self.device), "use_cache": False}
         replaced = published or (dict(self.model.named_parameters()) if self._rounds else {})
         weights = {name: tensor.to(self.device, torch.float32) for name, tensor in replaced.items()}
-        with self.eagerly():
+        with self.disable_compilation():
             logits_TV = functional_call(self.model, weights, (), inputs).logits[0, :-1].float()
         targets_T = torch.tensor(token_ids[1:], device=self.device)
         logprobs_T = logits_TV.log_softmax(-1).gather(-1, targets_T[:, None]).squeeze(-1)
@@ -317,13 +316,13 @@ class Policy:
         with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
             yield
 
-    def eagerly(self) -> contextlib.AbstractContextManager[Any]:
-        """Context without compiled code, because single calls do not justify a compilation."""
+    def disable_compilation(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which no code is compiled, for single calls."""
         if not self._compute.compile:
             return contextlib.nullcontext()
         from headrace_trainer.torch_learner.model import compiled
 
-        return compiled.eagerly()
+        return compiled.disable_compilation()
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -29,10 +29,10 @@ T = TypeVar("T")
 
 
 def enable(model: Any, device: torch.device, dtype: str) -> None:
-    """Make the layers of `model` recompute their activations in the backward pass from now on.
+    """Configure the layers of `model` to recompute their activations in the backward pass, except attention results.
 
-    Selective checkpointing inspects each operation, so compiled code cannot run inside it; attention of `blocks` and
-    `flash` is stored without it.
+    On a GPU in bfloat16, torch's selective checkpointing is not used, because compiled code cannot run inside it: the
+    attention of `flash` is stored without it.
     """
     _without_dropout(model)
     flashes = device.type == "cuda" and dtype == "bfloat16"
@@ -68,7 +68,7 @@ def _without_dropout(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Results:
-    """Stored attention results of a layer that is recomputed, in order. `again`: whether this is the second pass."""
+    """Stored attention results of a layer, in order. `again` is whether the layer is being recomputed."""
 
     values: deque[Any]
     again: bool
@@ -78,7 +78,7 @@ _results: ContextVar[_Results | None] = ContextVar("stored attention results", d
 
 
 def compute_once(compute: Callable[[], T]) -> T:
-    """Return the result of `compute`, or in a layer's second pass the stored result of the first."""
+    """Return the result of `compute`, or while a layer is recomputed, the stored result of the first computation."""
     results = _results.get()
     if results is None:
         return compute()

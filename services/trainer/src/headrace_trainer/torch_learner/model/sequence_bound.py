@@ -33,7 +33,7 @@ def context_of(config: Any) -> int:
 
 
 def tokens(free: int, trained: int, token_bytes: float) -> int:
-    """Return the length in tokens of the longest sequence that fits into memory; 0 when none does.
+    """Return the length in tokens of the longest sequence that fits into memory, or 0 if no sequence does.
 
     Args:
         free: free bytes.
@@ -45,7 +45,7 @@ def tokens(free: int, trained: int, token_bytes: float) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory in bytes that a step can use, or None where the system does not report it."""
+    """Return the free memory in bytes that a step can use, or None if the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     devices.return_unused_memory()  # memory that another lineage of this process has freed
@@ -81,7 +81,9 @@ def token_bytes(policy: Any, row: Row, *, recomputed: bool) -> float:
     """Return the bytes of memory that each token of a sequence needs in a training pass.
 
     Args:
-        recomputed: whether layers store only their input and their attention, and one layer at a time all the rest.
+        policy: the model.
+        row: a short sequence, on which the memory is measured.
+        recomputed: whether layers recompute their activations, so that each stores only its input and its attention.
     """
     model: nn.Module = policy.model
     was = model.training

@@ -32,7 +32,7 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def supports(query: Tensor) -> bool:
-    """Return whether this attention supports the device and the type of a query: float32 or float64 on a CPU."""
+    """Return whether `attend` supports the device and the type of `query`: float32 or float64 on a CPU."""
     return query.device.type == "cpu" and query.dtype in _WIDE and not torch.is_autocast_enabled("cpu")
 
 
@@ -42,7 +42,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, cut: tuple[Block, ...], sc
     Keys and values may have fewer heads than queries, and values may have another width.
 
     Args:
-        cut: blocks of one sequence (`blocks.of`).
+        cut: blocks of one sequence (`blocks.divide`).
         scale: factor of the scores; None: the inverse root of the width.
     """
     fine = tuple(_finer(cut, query.shape[1] // key.shape[1]))
@@ -66,9 +66,7 @@ def _finer(cut: tuple[Block, ...], groups: int) -> Iterator[Block]:
 
 @dataclass(frozen=True)
 class _Tile:
-    """Part of an attention computation: a range of queries with some of the key heads, small enough to keep its scores
-    in memory.
-    """
+    """Range of queries with some of the key heads, whose attention scores fit into the cache together."""
 
     queries: tuple[slice, slice, slice]
     """Position in `[key heads, groups, T, x]`."""
@@ -125,16 +123,14 @@ def _hidden(visible: Tensor) -> Tensor:
 
 
 class _Buffers(threading.local):
-    """Reused memory for a tile's scores and their slopes, one for each thread.
-
-    The system would fill new memory with zeros first.
-    """
+    """Reused memory for a tile's scores and their gradients, for each thread: the system would zero new memory
+    first."""
 
     def __init__(self) -> None:
         self._numbers = torch.empty(0)
 
     def product(self, left: Tensor, right: Tensor, buffer: int) -> Tensor:
-        """Multiply batches of matrices, `left` times `right` transposed, in buffer 0 or 1, and return the product."""
+        """Return the products of batches of matrices, `left` times `right` transposed, written into buffer 0 or 1."""
         shape = (*left.shape[:2], right.shape[1])
         size = math.prod(shape)
         if self._numbers.dtype != left.dtype or self._numbers.numel() < 2 * size:
