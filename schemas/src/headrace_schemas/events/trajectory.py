@@ -25,7 +25,7 @@ from headrace_schemas.values.ids import derived_id
 
 EndReason = Literal["end_call", "feedback", "commit", "idle", "limit", "ingest"]
 SIDE_CALL = "side_call"
-"""`Trajectory.untrained` of calls that a client made beside its task."""
+"""`Trajectory.untrained` of calls that a client made outside its task."""
 NO_TOOLS = "no_tools"
 """`Turn.side_call` of a call that may be a side call, because an agent's client offers no tools in it."""
 LeftOutReason = Literal["retried", "undelivered", "truncated_sampling", "empty"]
@@ -186,7 +186,7 @@ class Trajectory(Event):
     left_out: tuple[LeftOut, ...] = Field(default=(), max_length=4096)
     untrained: Text | None = None
     """The reason why none of its turns is trained although its purpose is `train`: a fixed version answered, or it is
-    a `side_call`, which the client made beside its task."""
+    a `side_call`, which the client made outside its task."""
     sub_agent: SubAgent | None = None
     """The sub-agent whose run this is, with the agent that called it. None for the session's own agent."""
     shadow_of: SessionKey | None = None

@@ -173,8 +173,9 @@ class ChartPoint(Model):
 
 
 class ShadowState(Model):
-    """Result of a rollout's shadow phase, in which the candidate answered users' prompts without showing the answers to
-    them. It is available once the phase is over.
+    """Result of a rollout's shadow phase, in which the candidate answered users' prompts and no user saw the answers.
+
+    It is available once the phase is over.
     """
 
     prompts: Annotated[int, Field(ge=0)]

@@ -40,7 +40,7 @@ _PROMPT_MEMORY_TOKENS_MAX = 4_194_304
 """Token ids of past prompts and answers that are remembered, so that a conversation continues with its exact
 tokens."""
 _PREPARE_THREADS = 2
-"""Threads that parse and tokenize requests beside the event loop. One more thread handles requests over 256 KiB."""
+"""Threads that parse and tokenize requests outside the event loop. One more thread handles requests over 256 KiB."""
 _PROMPT_BYTES_MAX = 1_048_576
 """Largest prompt in bytes of text, template and tools included, that is tokenized. It is more than any context
 holds."""

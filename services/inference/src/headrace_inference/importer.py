@@ -232,7 +232,7 @@ def _check_tokenizer(tokenizer: ChatTokenizer, model: Model, folder: Path) -> No
     """Check that the tokenizer's chat template renders a message and that all token ids are in the model's vocabulary.
 
     Raises:
-        VersionUnusable: one of the two is not so.
+        VersionUnusable: the template fails, or a token id exceeds the vocabulary.
     """
     last = tokenizer.last_id
     if last >= model.vocabulary:

@@ -45,7 +45,7 @@ COMPILE_TIMEOUT_S = 5.0
 """Seconds that the compilation of a new grammar may take: first on trial, in a process that is killed when it takes
 longer, then in the replica."""
 _THREADS = 1
-"""Threads that compile grammars beside the event loop."""
+"""Threads that compile grammars outside the event loop."""
 WAITING_MAX = 32
 """Grammars that may wait for a thread, shared equally by the tenants that wait; further requests get the error
 `overloaded`."""

@@ -304,7 +304,7 @@ class DecodeBatch:
             self._remove(row)
 
     def _reserve_kv(self) -> int:
-        """Grow the KV for the longest row; preempt the latest sequences if memory is short. Return decoding rows."""
+        """Grow the KV for the longest row, by preempting sequences if needed. Return the number of decoding rows."""
         while self._decoding:
             needed = int(self._rows.position[: self._decoding].max()) + 1
             if needed <= self._kv.length:

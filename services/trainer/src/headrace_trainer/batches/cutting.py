@@ -100,7 +100,7 @@ class Cutter:
         return selection
 
     def _half_late_time(self, state: LineageState) -> datetime:
-        """Return the time at which the older half of the waiting experiences has waited for as long as it may."""
+        """Return the time at which half of the waiting experiences will have waited for the maximum time of a batch."""
         since_ms = sorted(item.since_ms for item in state.waiting)
         begun = datetime.fromtimestamp(since_ms[(len(since_ms) - 1) // 2] / 1000, UTC)
         return begun + (self._pair_wait if self._paired else self._rules.group_wait)

@@ -280,9 +280,9 @@ def pending_updates(
 
 
 def turns_of(experience: Experience, rules: CorrectionRules) -> tuple[float | None, ...]:
-    """Return one entry for each trained span of the branch: the reward of its turn at the turn's first span, else None.
+    """Return for each trained span of the branch the reward of its turn, if it is the turn's first span; else None.
 
-    Turns without a reward have None, too.
+    For a turn without a reward it is None, too.
     """
     assert experience.branch is not None
     branch = rules.trained_branch(experience.branch)

@@ -62,7 +62,7 @@ class Contribution(Model):
 
     @property
     def part(self) -> str:
-        """The example of the experience that was trained; empty for its branch."""
+        """Name of the trained example within the experience; empty for the whole branch."""
         return self.what.part if self.what else ""
 
     @property

@@ -49,7 +49,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor | None, Block], Tensor]
 
 
 def causal(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return the causal mask, `[queries, keys]`, that `Block.mask` = None stands for."""
+    """Return the causal mask, `[queries, keys]`, that a `Block` with the mask None has."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 

@@ -118,7 +118,7 @@ def _advantages(row: Row) -> np.ndarray[Any, Any]:
 
 
 def _pairs(rows: Sequence[Row]) -> np.ndarray[Any, Any]:
-    """Return for each row the index of the row with the same `together`, or its own index."""
+    """Return for each row the index of the row that it is paired with (equal `Row.together`), or its own index."""
     groups: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         groups.setdefault(row.together, []).append(index)
