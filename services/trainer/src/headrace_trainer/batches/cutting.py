@@ -100,7 +100,7 @@ class Cutter:
         return selection
 
     def _half_late_time(self, state: LineageState) -> datetime:
-        """Return the time at which half of the waiting experiences will have waited for the maximum time of a batch."""
+        """Return the time when half of the waiting experiences have waited for their pair or group too long."""
         since_ms = sorted(item.since_ms for item in state.waiting)
         begun = datetime.fromtimestamp(since_ms[(len(since_ms) - 1) // 2] / 1000, UTC)
         return begun + (self._pair_wait if self._paired else self._rules.group_wait)
