@@ -71,11 +71,11 @@ def _problems_as_saved(architecture: Architecture) -> list[str]:
 
 
 def _outcome(base: Path, packing: Literal["blocks", "padded"]) -> Outcome:
-    from headrace_trainer.torch_learner.native import examine  # torch, which the page's own test does without
+    from headrace_trainer.torch_learner.native import compare_base  # torch, which the page's own test does without
 
     settings = TrainerSettings.model_validate({"base": str(base), "compute": {"packing": packing, "device": "cpu"}})
     try:
-        outcome = examine(settings)
+        outcome = compare_base(settings)
     except SettingError as error:
         return Outcome(refused=str(error).replace(str(base), "models/base"))
     assert not outcome.unseen, outcome

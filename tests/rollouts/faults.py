@@ -28,7 +28,7 @@ from headrace_inference.fleet import Fleet, FleetLimits
 from headrace_inference.settings import TorchSettings
 from headrace_inference.torch_engine import loader
 from headrace_inference.torch_engine.engine import TorchEngine
-from headrace_inference.torch_engine.program import share
+from headrace_inference.torch_engine.program import share_tensors
 from headrace_runtime.storage.versions import VersionCache
 from headrace_schemas import Routing, ServedVersion
 from headrace_schemas.values.base import utcnow
@@ -151,7 +151,7 @@ class Workshop:
 
 
 def _without(_self: loader.Loader, base: nn.Module, _folder: Path) -> nn.Module:
-    return share(base)
+    return share_tensors(base)
 
 
 def _saved(tensors: Mapping[str, Tensor]) -> bytes:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_inference.chat.answer import Answer, AnswerSyntax, Delta, StopWatch, Text
+from headrace_inference.chat.answer import AnswerParser, AnswerSyntax, AnswerTextParser, Delta, StopWatch
 from headrace_inference.chat.json_scanner import StopStrings
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.reasoning import THINK
@@ -25,7 +25,7 @@ CALL = '<tool_call>{"name": "search", "arguments": {"query": "a  b", "limit": 3}
 
 def read(pieces: Sequence[str], syntax: AnswerSyntax = BOTH) -> Delta:
     """Return the whole answer, and check that each delta equals the growth of the total."""
-    text = Text(syntax)
+    text = AnswerTextParser(syntax)
     grown = Delta()
     for piece in pieces:
         grown += text.feed(piece)
@@ -283,7 +283,7 @@ def test_bytes_that_are_no_characters_are_read_in_linear_time(tokenizer: ChatTok
 def test_a_nul_that_was_sampled_reads_as_a_replacement_character(tokenizer: ChatTokenizer) -> None:
     """Messages and events cannot contain NUL characters. The tokens do not change."""
     ids = tokenizer.encode("a\0b")
-    answer = Answer(tokenizer, BOTH)
+    answer = AnswerParser(tokenizer, BOTH)
     for token in ids:
         answer.feed((token,))
     answer.end()
@@ -294,7 +294,7 @@ def test_a_nul_that_was_sampled_reads_as_a_replacement_character(tokenizer: Chat
 def test_an_answer_keeps_every_token_whatever_is_read(tokenizer: ChatTokenizer) -> None:
     """Pitfall 3: tags, hidden tokens and the end of the turn are kept."""
     ids = [*tokenizer.encode(f"<think>hm</think>ok {CALL}"), *sorted(tokenizer.stop_ids)]
-    answer = Answer(tokenizer, BOTH)
+    answer = AnswerParser(tokenizer, BOTH)
     for token in ids:
         answer.feed((token,))
     answer.end()

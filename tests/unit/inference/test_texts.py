@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace_inference.chat.answer import Answer, AnswerSyntax
+from headrace_inference.chat.answer import AnswerParser, AnswerSyntax
 from headrace_inference.chat.exact import ExactPrompts
 from headrace_inference.chat.json_scanner import MalformedJson, ObjectScanner
 from headrace_inference.chat.parsers import Parsers
@@ -332,7 +332,7 @@ def test_an_echoed_answer_goes_on_with_its_exact_tokens(
     messages = [Message(role="user", content="go")]
     prompt = prompts.build(tokenizer, messages, TOOLS, {})
     ids = [*tokenizer.encode(text.replace("<|im_end|>", "")), tokenizer.eos_id or 0]
-    reader = Answer(tokenizer, AnswerSyntax.of(prompt.text, parsers, tools=True))
+    reader = AnswerParser(tokenizer, AnswerSyntax.of(prompt.text, parsers, tools=True))
     reader.feed(ids)
     reader.end()
     message = reader.message

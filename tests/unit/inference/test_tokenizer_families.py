@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from headrace_inference.chat.detokenizer import Decoding, Detokenizer
+from headrace_inference.chat.detokenizer import Detokenizer, TokenDecoder
 from headrace_inference.chat.parsers import Parsers
 from headrace_inference.chat.reasoning import THINK
 from headrace_inference.chat.tokenizer import ChatTokenizer
@@ -219,13 +219,13 @@ KINDS = {
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def decoding(kind: str) -> Decoding:
+def decoding(kind: str) -> TokenDecoder:
     silent = KINDS[kind].token_to_id(END)
     assert silent is not None
-    return Decoding(KINDS[kind], {silent})
+    return TokenDecoder(KINDS[kind], {silent})
 
 
-def text_in_portions(decoder: Decoding, ids: list[int], cuts: list[int]) -> tuple[str, str]:
+def text_in_portions(decoder: TokenDecoder, ids: list[int], cuts: list[int]) -> tuple[str, str]:
     """Decode `ids` in pieces that end at `cuts`. Return the text before and after the end of the stream."""
     stream = Detokenizer(decoder)
     bounds = [0, *sorted(cuts), len(ids)]
@@ -251,7 +251,7 @@ def test_text_comes_out_as_the_tokenizer_decodes_it(kind: str, data: st.DataObje
     text = data.draw(st.text(st.sampled_from([*"aetho ,.'n", "ö", "日", "本", "👩", "\u200d"]), max_size=25))
     ids = KINDS[kind].encode(text).ids
     cuts = data.draw(st.lists(st.integers(0, len(ids)), max_size=4))
-    expected = decoding(kind).of(ids)
+    expected = decoding(kind).decode(ids)
     early, late = text_in_portions(decoding(kind), ids, cuts)
     assert late == expected
     assert early == expected, "text that is whole waits for no end"
@@ -262,14 +262,14 @@ def test_text_comes_out_as_the_tokenizer_decodes_it(kind: str, data: st.DataObje
 @given(data=st.data())
 def test_any_tokens_come_out_as_the_tokenizer_decodes_them_but_for_nul(kind: str, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, KINDS[kind].get_vocab_size() - 1), max_size=30))
-    assert text_in_portions(decoding(kind), ids, [])[1] == decoding(kind).of(ids).replace("\0", HALF)
+    assert text_in_portions(decoding(kind), ids, [])[1] == decoding(kind).decode(ids).replace("\0", HALF)
 
 
 def test_a_sampled_nul_comes_out_as_a_replacement_character() -> None:
     nul = KINDS["byte-level"].token_to_id("\N{LATIN CAPITAL LETTER A WITH MACRON}")  # byte 0 in GPT-2's alphabet
     assert nul is not None
     decoder = decoding("byte-level")
-    assert decoder.of([nul]) == "\0"
+    assert decoder.decode([nul]) == "\0"
     assert text_in_portions(decoder, [nul, nul], [1]) == (HALF * 2, HALF * 2)
 
 
@@ -279,7 +279,7 @@ def test_one_wrong_byte_costs_one_character() -> None:
     spelled = {byte: token for token, byte in decoder.bytes_of.items()}
     ids = [spelled[byte] for byte in b"\xc3\xb6\xffok\xe6\x97"]
     assert text_in_portions(decoder, ids, [1, 4]) == (f"ö{HALF}ok", f"ö{HALF}ok{HALF}")
-    assert "ok" not in decoder.of(ids)
+    assert "ok" not in decoder.decode(ids)
 
 
 def test_half_a_character_is_never_given_out() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from headrace_inference.chat.answer import Answer, AnswerSyntax
+from headrace_inference.chat.answer import AnswerParser, AnswerSyntax
 from headrace_inference.chat.exact import ExactPrompts
 from headrace_inference.chat.parsers import (
     REASONING_PARSERS,
@@ -111,7 +111,7 @@ def parsers_of(tools: list[TagTools] | None = None) -> Parsers:
 
 def answered(tokenizer: ChatTokenizer, syntax: AnswerSyntax, ids: Sequence[int], portion: int) -> tuple[Message, str]:
     """Return the message of an answer, and its content as it was streamed in pieces of `portion` tokens."""
-    answer, content = Answer(tokenizer, syntax), ""
+    answer, content = AnswerParser(tokenizer, syntax), ""
     for at in range(0, len(ids), portion):
         content += answer.feed(ids[at : at + portion]).content
     answer.end()
