@@ -170,7 +170,7 @@ async def test_p9_a_dry_run_makes_the_same_batches_of_graded_replies(
 @pytest.mark.parametrize(
     ("result", "detail"),
     [
-        ([1.0, 2.0], "grade returned 2 values for 1 replies; return one for each"),
+        ([1.0, 2.0], "grade returned 2 values for 1 replies; return one value each"),
         ([float("nan")], "grade returned nan; return a number between -1e+06 and 1e+06"),
     ],
     ids=["count", "nan"],

@@ -150,7 +150,7 @@ async def test_the_steps_that_stop_training_are_undone_and_never_published(
 
         async def report_with(experiences_max: int) -> Any:
             if resumed.stop_reason is not None:
-                assert resumed.pause_reason == resumed.stop_reason
+                assert resumed.paused == resumed.stop_reason
                 resumed.resume()
             return await poll(experiences_max)
 

@@ -129,8 +129,8 @@ async def test_trainer_pauses_before_the_disk_is_full_and_goes_on_with_room(tmp_
         async with asyncio.timeout(60):
             while trainer.room.trouble is None:  # noqa: ASYNC110 (it has no event)
                 await asyncio.sleep(0.01)
-        assert str(trainer.pause_reason).startswith("training is paused: disk: ")
-        assert f"free on {disk.path}/blobs" in str(trainer.pause_reason)
+        assert str(trainer.paused).startswith("training is paused: disk: ")
+        assert f"free on {disk.path}/blobs" in str(trainer.paused)
         assert not running.done()
         assert world.bus.fates == {}
         async with asyncio.timeout(60):  # the check of the disk writes a megabyte and removes it, a save would stay
@@ -138,7 +138,7 @@ async def test_trainer_pauses_before_the_disk_is_full_and_goes_on_with_room(tmp_
                 await asyncio.sleep(0.01)
         ballast.unlink()
         await asyncio.gather(running, return_exceptions=True)
-        assert trainer.pause_reason is None
+        assert trainer.paused is None
         assert set(world.bus.fates.values()) == {"trained"}
         assert len(world.bus.fates) == 8
 

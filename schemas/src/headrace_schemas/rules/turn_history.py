@@ -68,7 +68,9 @@ def extend(earlier: Turn, turn: Turn) -> Turn:
     """
     reference = turn.extends
     if reference is None or reference.turn_id != earlier.turn_id or earlier.session_key != turn.session_key:
-        raise unresolved(turn, f"the turn that was passed is {earlier.turn_id!r}; pass the turn that extends names")
+        raise unresolved(
+            turn, f"the passed turn {earlier.turn_id!r} is another turn; pass that turn of the same session"
+        )
     if earlier.extends is not None:
         raise unresolved(turn, "that turn lacks the beginning of its prompt itself; restore it first")
     if reference.choice >= len(earlier.choices):

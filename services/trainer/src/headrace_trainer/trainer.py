@@ -85,7 +85,7 @@ class Trainer:
         return self._lease.is_waiting
 
     @property
-    def pause_reason(self) -> str | None:
+    def paused(self) -> str | None:
         """Reason why training or reading is paused until `resume`, or None while both continue."""
         return "; ".join(filter(None, [self._refuse.paused, self.stop_reason, self.room.trouble])) or None
 
