@@ -119,7 +119,7 @@ def _forgets_edits() -> contextlib.AbstractContextManager[Any]:
 def _alone() -> contextlib.AbstractContextManager[Any]:
     sound = batch.pack
     return mock.patch(
-        "headrace_trainer.torch_learner.step.passes",
+        "headrace_trainer.torch_learner.step.split_into_passes",
         lambda several, budget: sound([row.length for row in several], budget),
     )
 

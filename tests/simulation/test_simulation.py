@@ -129,7 +129,7 @@ PLANTED: Mapping[str, Planted] = {
         frozenset({"account", "whole_runs", "p10_late", "p11_loud", "liveness"}),
     ),
     "dedupe off": Planted(
-        _bug("headrace_trainer.experiences.window.Entry.seen", lambda *_: False), frozenset({"p4_once"})
+        _bug("headrace_trainer.experiences.window.Entry.has_seen", lambda *_: False), frozenset({"p4_once"})
     ),
     "offsets outside the checkpoint": Planted(
         _bug("headrace_trainer.lineage.opening._restore_state", _remembered_elsewhere),
