@@ -189,9 +189,7 @@ async def test_a_damaged_base_that_is_not_loaded_is_refused_by_name(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace_trainer.check._COMPARED_BYTES_MAX", 0)
-    monkeypatch.setattr(
-        "headrace_trainer.torch_learner.native.compare_base", lambda _: pytest.fail("the base was loaded")
-    )
+    monkeypatch.setattr("headrace_trainer.torch_learner.native.compare_base", lambda _: pytest.fail("base loaded"))
     damage, words = DAMAGES[kind]
     base = tiny_model.build(tmp_path / "base")
     damage(base)
