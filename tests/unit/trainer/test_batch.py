@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from headrace_runtime.kafka.wire import Record
-from headrace_schemas import Branch, Span
+from headrace_schemas import Branch, Experience, Span
+from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.programs import BATCH_HEADER
 from headrace_trainer.algorithms.presets import Signals
 from headrace_trainer.batches.batch import Batch, Row, pack
@@ -30,7 +31,7 @@ from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_history import chain, name, publish
 from tests.unit.trainer.test_settings import read
 from tests.unit.trainer.test_state import LIMITS
-from tests.unit.trainer.world import START, experience, side, turn, with_signals
+from tests.unit.trainer.world import START, World, experience, side, turn, with_signals
 
 V, W = "m@000000000000", "m@111111111111"
 
@@ -299,3 +300,28 @@ def test_the_bytes_of_what_waits_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     for item in state.waiting[:2]:
         state.drop(item, "stale")
     assert state.room > 0
+
+
+@pytest.mark.parametrize("as_blob", [False, True], ids=["record", "blob"])
+async def test_the_size_of_an_experience_is_that_of_its_record(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch, as_blob: bool
+) -> None:
+    """The event loop does not serialize an experience only to measure it."""
+    world = World(tmp_path)
+    settings = make(batch_experiences=4)
+    await world.run(settings)
+    first = world.bus.checkpoints[0].version
+    for number in range(3):
+        event = experience(number, first)
+        value, ref = event.to_json(), world.blobs.put(event.to_json())
+        envelope = Envelope.of(event, "test", dataref=ref.uri if as_blob else None)
+        world.bus.add(event.topic, ref.model_dump_json().encode() if as_blob else value, 0, envelope.headers())
+    sizes_bytes = [len(experience(number, first).to_json()) for number in range(3)]
+
+    def serialize(_event: Experience) -> bytes:
+        raise AssertionError("an experience was serialized")
+
+    monkeypatch.setattr(Experience, "to_json", serialize)
+    trainer = await world.run(settings)
+    assert trainer.lineage is not None
+    assert list(trainer.lineage.state.queue._sizes.values()) == sizes_bytes

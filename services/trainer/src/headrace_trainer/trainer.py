@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import DiskFull, InvalidEvent, Unavailable
-from headrace_runtime.kafka.wire import BatchDecoder, Record
+from headrace_runtime.kafka.wire import BatchDecoder, Received, Record
 from headrace_runtime.metrics import EVENTS_HANDLED, RETRIES
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage import disk
@@ -289,7 +289,7 @@ class Trainer:
     async def _receive(self, record: Record, lineage: Lineage, reporter: Reporter) -> None:
         """Process one record, then move the offset past it. An invalid record is dead-lettered."""
         try:
-            event = await self._decode(record)
+            event = (received := await self._decode(record)).event
         except InvalidEvent as error:
             EVENTS_HANDLED.labels(record.topic, "refused").inc()
             await self._retry(partial(self._refuse, record, error))
@@ -297,7 +297,7 @@ class Trainer:
             EVENTS_HANDLED.labels(record.topic, "handled").inc()
             self._refuse.note_handled(event)
             if isinstance(event, Experience):
-                await self._admit(event, record, lineage)
+                await self._admit(event, received, lineage)
             elif isinstance(event, ModelEvent) and event.model == self._settings.model:
                 await self._finish_save(lineage, reporter)
                 await self._follow_decision(event, lineage)
@@ -341,22 +341,23 @@ class Trainer:
         self.lineage = open_lineage(self._settings, self._blobs, self._clock, self._store)
         return self.lineage
 
-    async def _admit(self, experience: Experience, record: Record, lineage: Lineage) -> None:
+    async def _admit(self, experience: Experience, received: Received, lineage: Lineage) -> None:
         if experience.model != self._settings.model:
             OTHER_MODELS.inc()
             return
         complete = await self._with_branch(experience, lineage)
         if complete.branch is not None and any(span.restricted for span in complete.branch.spans):
             await self._in_thread(partial(lineage.state.limits.restriction_problem, complete))  # its result is cached
-        lineage.state.admit(complete, (record.partition, record.offset), self._clock.now())
+        position, size_bytes = (received.record.partition, received.record.offset), received.size_bytes
+        lineage.state.admit(complete, position, self._clock.now(), size_bytes if complete is experience else None)
 
     async def _with_branch(self, experience: Experience, lineage: Lineage) -> Experience:
         """Return the experience with its branch. If a withdrawal lacks it, read it from the bus for the reversal."""
         entry = lineage.state.window.get(experience.experience_id)
         if experience.branch is not None or entry is None or not entry.trained:
             return experience
-        experiences = await self._read_again({(entry.partition, entry.offset): experience.experience_id})
-        if earlier := experiences.get(experience.experience_id):
+        name = experience.experience_id
+        if earlier := (await self._read_again({(entry.partition, entry.offset): name})).get(name):
             return experience.model_copy(update={"branch": earlier.branch})
         UNCORRECTABLE.inc()
         log.error("tokens_are_gone", experience_id=experience.experience_id, offset=entry.offset)
@@ -367,16 +368,15 @@ class Trainer:
         records = await self._retry(lambda: self._source.fetch(tuple(names_by_position)))
         experiences: dict[str, Experience] = {}
         for position, record in records.items():
-            event = await self._decode(record)
+            event = (await self._decode(record)).event
             if isinstance(event, Experience) and event.experience_id == names_by_position[position]:
                 experiences[event.experience_id] = event
         return experiences
 
-    async def _decode(self, record: Record) -> Event:
+    async def _decode(self, record: Record) -> Received:
         topic = Experience.topic if record.topic == self._settings.topic else None
         budget = BatchDecoder(self._clock)
-        received = await self._retry(lambda: budget.decode(record, self._blobs, topic=topic))
-        return received.event
+        return await self._retry(lambda: budget.decode(record, self._blobs, topic=topic))
 
     async def _retry(self, work: Callable[[], Awaitable[T]]) -> T:
         """Run `work`; repeat it while a dependency is unavailable, for at most `retry_s`, or while the disk is full."""

@@ -137,6 +137,12 @@ class Received:
         return derived_id("event-of-tenant", tenant, self.envelope.id)
 
     @property
+    def size_bytes(self) -> int:
+        """The size of the event as JSON, also of an event whose record contains only a blob reference."""
+        value = self.record.value or b""
+        return len(value) if self.envelope.dataref is None else BlobRef.model_validate_json(value).size
+
+    @property
     def log_offset(self) -> int:
         """The position among the records of its key: the offset, or the original offset of a retried dead letter."""
         return self.record.offset if self.envelope.sequence is None else self.envelope.sequence

@@ -59,11 +59,15 @@ class WaitingQueue:
         """Return the experience with this id, or None if it does not wait."""
         return self._items.get(name)
 
-    def put(self, item: WaitingExperience) -> None:
-        """Add an experience, or replace it in its position of the queue."""
+    def put(self, item: WaitingExperience, size_bytes: int | None = None) -> None:
+        """Add an experience, or replace it in its position of the queue.
+
+        Args:
+            size_bytes: size of the experience as JSON, if it is known. Otherwise the experience is serialized.
+        """
         name = item.experience.experience_id
         old = self._items.get(name)
-        size_bytes = len(item.experience.to_json())
+        size_bytes = len(item.experience.to_json()) if size_bytes is None else size_bytes
         self._tokens += item.tokens - (old.tokens if old else 0)
         self._bytes += size_bytes - self._sizes.get(name, 0)
         if old is None and self._items and self._earliest_ms is not None:

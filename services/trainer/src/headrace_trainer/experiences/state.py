@@ -111,8 +111,10 @@ class LineageState:
             self.read.pop()
         self.read.append(PartitionRead(partition=partition, until=offset + 1))
 
-    def admit(self, experience: Experience, position: tuple[int, int], now: datetime) -> Decision:
-        """Decide about an experience that arrived at `position` (partition and offset), and record the decision."""
+    def admit(
+        self, experience: Experience, position: tuple[int, int], now: datetime, size_bytes: int | None = None
+    ) -> Decision:
+        """Record the decision about an experience at a partition and offset. `size_bytes`: see `WaitingQueue.put`."""
         name = experience.experience_id
         entry = self.window.get(name)
         decision = decide(self.winsorise_rewards(experience), entry, self.history, self.steps, self.limits)
@@ -130,9 +132,8 @@ class LineageState:
         if replaced is not None:
             self._record(replaced.experience, "superseded")
         if decision.action == "queue":
-            self.queue.put(
-                WaitingExperience(experience=experience, since_ms=replaced.since_ms if replaced else epoch_ms(now))
-            )
+            since_ms = replaced.since_ms if replaced else epoch_ms(now)
+            self.queue.put(WaitingExperience(experience=experience, since_ms=since_ms), size_bytes)
             return decision
         if replaced is not None:
             self._remove(name)
