@@ -8,12 +8,15 @@ prompts, feedback that lists them. The division happens in one piece, and all ot
 from __future__ import annotations
 
 import hashlib
+import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
 
+from headrace_collector.continuations import EqualReplies
 from headrace_collector.facts import Contents, TurnContent, TurnFacts
 from headrace_collector.runs import RunListing, partition_runs
 from headrace_schemas import Message
@@ -117,20 +120,73 @@ def test_division_into_runs_costs_about_as_much_as_the_session_is_large(session:
     assert large < 14 * small
 
 
-def test_equal_answers_with_equal_contents_are_compared_once() -> None:
+def spoken(text: str, *call_ids: str) -> Message:
+    calls = [{"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}} for call_id in call_ids]
+    return Message.model_validate({"role": "assistant", "content": text, "tool_calls": calls or None})
+
+
+@pytest.mark.parametrize("differing", ["nothing", "tokens", "calls", "nested tokens"])
+def test_equal_answers_are_told_apart_by_their_contents_without_comparing_all(differing: str) -> None:
+    """The conversations of a session may be equal for its messages and differ in what the client does not send back."""
+    question = Message(role="user", content="q")
+
     def contents(turns: Sequence[TurnFacts]) -> Contents:
-        question, answer = Message(role="user", content="q"), Message(role="assistant", content="a")
-        content = TurnContent(b"\1" * 8, (b"\1" * 8 + b"\2" * 8,), (question,), (answer,))
-        following = TurnContent(b"\1" * 8 + b"\2" * 8 + b"\3" * 4, (b"",), (question, answer, question), (answer,))
-        return {item.turn_id: following if len(item.prefixes) > 1 else content for item in turns}
+        found: dict[str, TurnContent] = {}
+        for number, item in enumerate(turns):
+            place = number % (len(turns) // 2)
+            own = place.to_bytes(4, "little") if differing == "tokens" else b"\1" * 4
+            own *= place + 1 if differing == "nested tokens" else 1
+            answer = spoken("a", f"call{place}") if differing == "calls" else spoken("a")
+            reply = own + b"\2" * 8
+            following = TurnContent(reply + b"\3" * 4, (b"",), (question, answer, question), (spoken("a"),))
+            first = TurnContent(own, (reply,), (question,), (answer,))
+            found[item.turn_id] = following if len(item.prefixes) > 1 else first
+        return found
 
     def divide(size: int) -> None:
         turns, _ = equal_answers(size)
         partition = partition_runs(turns, [], contents(turns))
         assert len(partition.runs) == size // 2, "each answer is continued once"
+        if differing != "nothing":
+            pairs = {frozenset(turn.log_offset % size for turn in run.turns) for run in partition.runs}
+            assert all(len(pair) == 1 for pair in pairs), "each by the turn that has its content"
 
     small, large = (count_operations(partial(divide, size)) for size in (100, 800))
     assert large < 14 * small
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_chosen_answer_is_that_of_a_comparison_with_all(seed: int) -> None:
+    draw = random.Random(seed)
+    replies, candidates = EqualReplies(), []
+    for number in range(draw.randrange(1, 40)):
+        calls = [f"c{draw.randrange(4)}" for _ in range(draw.randrange(3))]
+        sequence = b"".join(draw.choice([b"\1\0\0\0", b"\2\0\0\0"]) for _ in range(draw.randrange(6)))
+        content = None if draw.random() < 0.2 else TurnContent(b"", (sequence,), (), (spoken("a", *calls),))
+        replies.add(turn(number), 0, ("label",), content)
+        candidates.append((turn(number), content))
+    continued: Counter[tuple[str, int]] = Counter()
+    for _ in range(60):
+        prompt = b"".join(draw.choice([b"\1\0\0\0", b"\2\0\0\0"]) for _ in range(draw.randrange(8)))
+        echoed = [spoken(draw.choice(["", "with c1."]), f"c{draw.randrange(4)}"), spoken("see 'c3' and c2")]
+        own = (
+            None if draw.random() < 0.2 else TurnContent(prompt, (), tuple(draw.sample(echoed, draw.randrange(3))), ())
+        )
+
+        def rank(candidate: tuple[TurnFacts, TurnContent | None], own: TurnContent | None = own) -> tuple[int, ...]:
+            item, content = candidate
+            count = continued[item.turn_id, 0]
+            if own is None or content is None:
+                return 0, 0, count, item.log_offset
+            calls = content.call_ids(0)
+            length = len(content.sequences[0]) if own.prompt.startswith(content.sequences[0]) else 0
+            return -len(own.echoed_words(calls)), -length, count, item.log_offset
+
+        expected = min(candidates, key=rank)[0]
+        found = replies.best(own, continued)
+        assert found is not None
+        assert found[0].turn_id == expected.turn_id
+        continued[expected.turn_id, 0] += 1
 
 
 def test_long_prompts_are_not_compared_with_each_other() -> None:

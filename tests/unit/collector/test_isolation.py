@@ -186,6 +186,23 @@ async def _use(stream: Bench, settings: CollectorSettings) -> None:
     await stream.processor.prune()
 
 
+async def test_the_newest_feedback_of_a_session_is_read_without_sorting_all_of_it(stream: Bench) -> None:
+    """Each closing of a run reads it, and a session may have any number of feedback."""
+    await stream.deliver(*(feedback("s", feedback_id=f"f{number}") for number in range(9)))
+    database = stream.processor.database
+    with recorded(database) as statements:
+        async with database.transaction() as tx:
+            await store.feedback_of_session(tx, session_key("default", "s"), "default", 0)
+    async with stream.aborted() as tx:
+        if tx.dialect.name == "postgresql":  # so that it sorts only where no index has the order
+            for kind in ("seqscan", "bitmapscan", "sort"):
+                await tx.exec_driver_sql(f"SET LOCAL enable_{kind} = off")
+        explain = "EXPLAIN QUERY PLAN" if tx.dialect.name == "sqlite" else "EXPLAIN"
+        for sql, parameters in statements.found.items():
+            plan = (await tx.exec_driver_sql(f"{explain} {sql}", parameters)).all()
+            assert not any("TEMP B-TREE" in str(step) or "Sort" in str(step) for step in plan), (sql, plan)
+
+
 async def test_queries_never_scan_whole_tables(with_settings: Open) -> None:
     async with with_settings() as stream:
         settings = CollectorSettings()

@@ -12,7 +12,8 @@ engine cut, without spaces at the ends or without the reasoning, or with a tool 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from hashlib import blake2b
@@ -21,6 +22,7 @@ from headrace_runtime.clock import epoch_ms
 from headrace_schemas import Message, Turn
 from headrace_schemas.rules.turn_history import token_bytes
 
+_WORD = re.compile(r"[^\s\"'`,;=()\[\]{}<>\\]+")
 SIZE = 8
 """Bytes of one digest. Digests must only distinguish the turns of one session."""
 
@@ -119,12 +121,13 @@ class TurnContent:
         """Return the size in bytes of the tokens `history` if the prompt begins with them, otherwise 0."""
         return len(history) if self.prompt.startswith(history) else 0
 
-    def shared_calls(self, ids: Collection[str]) -> int:
-        """Return the number of tool calls with these ids in the answers of this conversation."""
-        if not ids:
-            return 0
+    def echoed_words(self, words: Container[str]) -> set[str]:
+        """Return those of `words` that are ids of tool calls in the answers in this conversation, or words of their
+        texts, because some clients write tool calls as text.
+        """
         answers = [message for message in self.messages if message.role == "assistant"]
-        return sum(any(_has_call(message, [call_id]) for message in answers) for call_id in ids)
+        ids = {call.id for message in answers for call in message.tool_calls or () if call.id in words}
+        return ids.union(word for message in answers for word in _WORD.findall(message.text) if word in words)
 
     def rewrites(self, parent: TurnContent, choice: int, position: int) -> bool:
         """Return whether the message at `position` is the parent's answer in another form.

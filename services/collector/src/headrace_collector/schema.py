@@ -101,7 +101,7 @@ feedback = Table(
     Column("resolved", Boolean, nullable=False),  # whether its target has been found
     Column("used_ms", BigInteger),  # when the last run that it can concern was closed
     Column("payload", LargeBinary, nullable=False),
-    Index("ix_feedback_session", "session_key", "used_ms"),
+    Index("ix_feedback_session", "session_key", "used_ms", "source_offset"),
     Index("ix_feedback_resolved", "resolved", "at_ms"),
 )
 

@@ -215,23 +215,27 @@ async def feedback_of_session(
     """Return the feedback that may apply to an open run of the session, or was last used since `since_ms`, in log
     order.
 
-    Of more than `_FEEDBACK_MAX` events or `_FEEDBACK_BYTES_MAX` bytes the newest count: feedback may wait for turns for
-    minutes, and a session may get any number of it.
+    Of more than `_FEEDBACK_MAX` events or `_FEEDBACK_BYTES_MAX` bytes the newest count, of used ones those that were
+    used last: feedback may wait for turns for minutes, and a session may get any number of it.
     """
-    fresh = feedback.c.used_ms.is_(None) | (feedback.c.used_ms >= since_ms)
-    of_session = feedback.c.session_key == session_key, fresh
-    newest = select(feedback.c.event_id, func.length(feedback.c.payload)).where(*of_session)
-    newest = newest.order_by(feedback.c.source_offset.desc()).limit(_FEEDBACK_MAX + 1)
-    sizes = (await tx.execute(newest)).all()
+    table = feedback.c
+    select_sizes = select(table.event_id, func.length(table.payload), table.source_offset)
+    unused = select_sizes.where(table.session_key == session_key, table.used_ms.is_(None))
+    used = select_sizes.where(table.session_key == session_key, table.used_ms >= since_ms)
+    sizes: list[Any] = []  # two queries, each of which reads a bounded part of the index, in its order
+    for query in (unused, used):
+        query = query.order_by(table.used_ms.desc(), table.source_offset.desc())
+        sizes += (await tx.execute(query.limit(_FEEDBACK_MAX + 1))).all()
+    sizes.sort(key=lambda row: row[2], reverse=True)
     counted = first_within(sizes, _FEEDBACK_MAX, lambda row: (row[1],), (_FEEDBACK_BYTES_MAX,))
     if len(counted) < len(sizes):
         log.warning("feedback_left_out", session=session_key, counted=len(counted))
     columns = feedback.c.event_id, feedback.c.payload, feedback.c.source_offset, feedback.c.turns_until
     rows: list[Any] = []
-    for part in portions((name for name, _ in counted), _EVENTS_AT_ONCE):
+    for part in portions((name for name, *_ in counted), _EVENTS_AT_ONCE):
         query = select(*columns).where(feedback.c.event_id.in_(part))
         rows += (await tx.execute(query)).all()
-    size_bytes = sum(length_bytes for _, length_bytes in counted)
+    size_bytes = sum(length_bytes for _, length_bytes, _ in counted)
     return await run_off_loop(size_bytes + _FEEDBACK_COST_BYTES * len(rows), lambda: _ordered(rows, tenant))
 
 
