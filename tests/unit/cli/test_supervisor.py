@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,7 +21,7 @@ import pytest
 from headrace.errors import UsageError
 from headrace_operations.supervisor import Limits, StartFailed, Supervisor, read
 from headrace_operations.supervisor.process import BACKGROUND_NICENESS
-from headrace_operations.supervisor.state import NotRunning, supervisor_silence_s
+from headrace_operations.supervisor.state import NotRunning, request_health, supervisor_silence_s
 from tests.support.processes import alive, is_open, wait_until
 from tests.unit.cli.doubles import Dummies
 
@@ -143,6 +147,73 @@ def test_wrong_settings_stop_everything_with_the_message(make: Make, dummies: Du
     assert supervisor.pids == {}
     with pytest.raises(StartFailed):
         supervisor.wait(0)
+
+
+def test_settings_that_become_wrong_stop_only_the_service_that_restarts(make: Make, dummies: Dummies) -> None:
+    messages: list[str] = []
+    supervisor = make(report=messages.append)
+    supervisor.start()
+    before = supervisor.wait_ready(20).services["beta"]
+    dummies.tell("alpha", "refuse settings")
+    os.kill(supervisor.pids["alpha"], signal.SIGKILL)
+    wait_until(lambda: len(messages) > 2, 20, "two refusals")
+    assert messages[1].startswith("alpha refuses its settings: setting alpha.prot = 1: unknown; starting it again in")
+    dummies.tell("alpha", "")
+    assert supervisor.wait_ready(20).services["beta"].pid == before.pid
+
+
+@pytest.mark.parametrize(
+    "error", [BlockingIOError(11, "no processes left"), FileNotFoundError(2, "no such interpreter"), "no threads left"]
+)
+def test_a_restart_that_the_system_refuses_is_tried_again(
+    make: Make, dummies: Dummies, monkeypatch: pytest.MonkeyPatch, error: OSError | str
+) -> None:
+    messages: list[str] = []
+    supervisor = make(report=messages.append)
+    supervisor.start()
+    before = supervisor.wait_ready(20).services["beta"]
+
+    def refuse(*_arguments: object, **_options: object) -> None:
+        raise RuntimeError(error) if isinstance(error, str) else error
+
+    with monkeypatch.context() as patch:
+        if isinstance(error, str):
+            patch.setattr(supervisor._processes["alpha"].log, "follow", refuse)
+        else:
+            patch.setattr("headrace_operations.supervisor.process.subprocess.Popen", refuse)
+        os.kill(supervisor.pids["alpha"], signal.SIGKILL)
+        wait_until(lambda: len(messages) > 2, 20, "two tries")
+    assert all("alpha cannot be started" in message for message in messages[1:3]), messages
+    assert supervisor.wait_ready(20).services["beta"].pid == before.pid
+
+
+@pytest.mark.parametrize("part", ["head", "body"])
+def test_an_answer_that_arrives_byte_by_byte_ends_in_time(part: str) -> None:
+    """The supervisor checks all services in turn, so one slow answer would leave the others unwatched."""
+    begin, rest = (b"", b"HTTP/1.1 200 OK\r\n\r\n") if part == "head" else (b"HTTP/1.1 200 OK\r\n\r\n", b"x" * 99)
+
+    def drip(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection, contextlib.suppress(OSError):
+            connection.sendall(begin)
+            for byte in rest:
+                connection.sendall(bytes([byte]))
+                time.sleep(0.1)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=drip, args=(server,), daemon=True).start()
+        began_s = time.monotonic()
+        assert request_health(f"http://127.0.0.1:{server.getsockname()[1]}", 0.3) is None
+        assert time.monotonic() - began_s < 1.5
+
+
+def test_a_state_file_that_disappears_while_it_is_read_means_that_nothing_runs(
+    make: Make, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make()
+    monkeypatch.setattr(Path, "exists", lambda _path: True)
+    with pytest.raises(NotRunning, match="has just stopped"):
+        read(data_dir)
 
 
 def test_a_service_that_lacks_something_is_up_and_not_ready(make: Make, dummies: Dummies) -> None:

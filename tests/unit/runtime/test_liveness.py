@@ -351,3 +351,50 @@ def test_services_that_keep_runs_collect_the_newest_objects_in_short_pauses() ->
     ).stdout
     seldom_s, *often_s = json.loads(output)
     assert max(often_s) * 2 < seldom_s, "pause of a collection"
+
+
+def test_a_process_that_floods_its_pipe_does_not_hold_the_watcher() -> None:
+    watch = LivenessWatch()
+    writing = watch.open()
+    os.set_blocking(writing, False)
+    is_over = threading.Event()
+
+    def flood() -> None:
+        while not is_over.is_set():
+            with contextlib.suppress(BlockingIOError):
+                os.write(writing, b"." * 65_536)
+
+    thread = threading.Thread(target=flood)
+    thread.start()
+    try:
+        for _ in range(20):
+            watch.poll(time.monotonic())
+        assert watch.beats
+        assert not watch.ended
+    finally:
+        is_over.set()
+        thread.join()
+        watch.close()
+
+
+def test_only_folders_of_dead_processes_of_this_user_are_abandoned(tmp_path: Path) -> None:
+    """The folders lie in /tmp, where every user can create one, and containers may share it."""
+
+    def folder(name: str, holder: str | bytes) -> Path:
+        made = tmp_path / f"x-{name}"
+        made.mkdir()
+        (made / "holder").write_bytes(holder.encode() if isinstance(holder, str) else holder)
+        return made
+
+    parts = liveness.new_holder().split("|")
+    dead = folder("dead", "|".join([*parts[:3], "4194305", "1", "x"]))
+    folder("container", "|".join([parts[0], parts[1], "pid:[1]", "4194305", "1", "x"]))
+    folder("not text", b"\xff" * 9)
+    (folder("pipe", "") / "holder").unlink()
+    os.mkfifo(tmp_path / "x-pipe" / "holder")
+    (folder("device", "") / "holder").unlink()
+    (tmp_path / "x-device" / "holder").symlink_to("/dev/zero")
+    (tmp_path / "x-link").symlink_to(dead)
+    own = folder("own", "")
+    liveness.claim_folder(own)
+    assert list(liveness.abandoned_folders(tmp_path, "x-*")) == [dead]

@@ -123,6 +123,8 @@ class ManagedProcess:
         self._restart_s = 0.0
         self._check_s = 0.0
         self._answered_s: float | None = None
+        self.has_answered = False
+        """Whether one of its processes has answered a health check."""
         self._quick_deaths = 0
         self._restarts = 0
 
@@ -148,6 +150,12 @@ class ManagedProcess:
         return self._status == "ready"
 
     def start(self) -> None:
+        """Start the process.
+
+        Raises:
+            OSError: the system has no room for another process or thread, or the interpreter is missing.
+        """
+        self._started_s = time.monotonic()
         listener = self._socket.open() if self._socket else None
         liveness = self._liveness.open()
         self._process = subprocess.Popen(
@@ -164,8 +172,13 @@ class ManagedProcess:
             yield_processor(self._process.pid)
         assert self._process.stdout is not None
         enlarge_pipe(self._process.stdout)
-        self._copier = self.log.follow(self._process.stdout)
-        self._started_s = time.monotonic()
+        try:
+            self._copier = self.log.follow(self._process.stdout)
+        except RuntimeError as error:
+            self.kill()
+            self._process.wait()
+            self._process = None
+            raise OSError(errno.EAGAIN, str(error)) from error
         self._liveness.started(self._started_s)
         self._answered_s = None
         self._set_status("starting")
@@ -234,7 +247,7 @@ class ManagedProcess:
         if answer is not None:
             ok, lacks = answer
             self._liveness.note_sign_of_life()
-            self._answered_s = now_s
+            self._answered_s, self.has_answered = now_s, True
             self._set_status("ready" if ok else "unready", *lacks)
         elif self._is_unanswered(now_s) and self._status != "hung":
             self._set_status("unready", "answer")

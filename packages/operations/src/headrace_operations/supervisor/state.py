@@ -11,12 +11,13 @@ import fcntl
 import http.client
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Literal, NamedTuple, TypeVar
+from typing import IO, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -139,6 +140,8 @@ def read(data_dir: Path) -> RunState:
         )
     try:
         run_state = RunState.model_validate_json(state.read_bytes())
+    except FileNotFoundError:
+        raise NotRunning(f"Headrace has just stopped in {data_dir.absolute()}; start it with `headrace up`") from None
     except ValidationError:
         raise NotRunning(f"{state} is damaged; stop `headrace up` and start it again") from None
     remember_stack(data_dir, run_state.model_dump())
@@ -199,18 +202,44 @@ def request_health(url: str, timeout_s: float) -> HealthAnswer | None:
 def get(url: str, timeout_s: float, bytes_max: int, headers: Mapping[str, str] | None = None) -> tuple[int, bytes]:
     """Return status and body of a page of a service.
 
+    Args:
+        url: address of the page.
+        timeout_s: time limit of the whole answer, also of one that arrives byte by byte.
+        bytes_max: largest part of the body that is read.
+        headers: headers of the request.
+
     Raises:
         OSError: the service does not answer in time.
         HTTPException: the answer is not HTTP.
     """
     host, _, path = url.removeprefix("http://").partition("/")
+    deadline_s = time.monotonic() + timeout_s
     connection = http.client.HTTPConnection(host, timeout=timeout_s)
     try:
         connection.request("GET", f"/{path}", headers=dict(headers or {}))
-        answer = connection.getresponse()
-        return answer.status, answer.read(bytes_max)
+        with (
+            _DeadlineSocket(connection.sock, deadline_s) as reading,
+            http.client.HTTPResponse(reading, method="GET") as answer,
+        ):
+            answer.begin()
+            return answer.status, answer.read(bytes_max)
     finally:
         connection.close()
+
+
+class _DeadlineSocket(socket.socket):
+    """Reading side of a connection, with a time limit of all reads together."""
+
+    def __init__(self, connection: socket.socket, deadline_s: float) -> None:
+        super().__init__(fileno=os.dup(connection.fileno()))
+        self._deadline_s = deadline_s
+
+    def recv_into(self, *arguments: Any) -> int:
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("the answer is not complete in time")
+        self.settimeout(left_s)
+        return super().recv_into(*arguments)
 
 
 def failed_checks(body: bytes) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from headrace_schemas.http.stack_access import BusLogin, make_token, remember_ke
 _TICK_S = 0.05
 _TOUCH_S = 1.0
 _SETTINGS_STATUS = 2
-"""Exit status of a service whose settings are invalid; a restart cannot help."""
+"""Exit status of a service whose settings are invalid. At its first start a restart cannot help."""
 
 
 class Supervisor:
@@ -218,15 +218,19 @@ class Supervisor:
         """Check every process once: restart those that have ended, read heartbeats, request the health, and pause."""
         for name, process in self._processes.items():
             status = process.reap()
-            if status == _SETTINGS_STATUS:
+            if status == _SETTINGS_STATUS and not process.has_answered:
                 self._fail_start(name, process)
+            elif status == _SETTINGS_STATUS:  # somebody changed the settings file while the services ran
+                self._restart_later(name, process, f"refuses its settings: {_last_message(name, process.log.tail)}")
             elif status is not None:
-                pause_s = process.plan_restart()
-                self._report(f"{name} ended ({_cause(status)}); starting it again in {pause_s:g} s")
+                self._restart_later(name, process, f"ended ({_cause(status)})")
             if (message := process.check_liveness()) is not None:
                 self._report(f"{name} {message}")
             if process.is_restart_time():
-                process.start()
+                try:
+                    process.start()
+                except OSError as error:
+                    self._restart_later(name, process, f"cannot be started: {error}")
             process.check_health()
         if self._write_failed or any(
             process.state != self._state.services[name] for name, process in self._processes.items()
@@ -236,6 +240,10 @@ class Supervisor:
             self._next_touch_s = time.monotonic() + _TOUCH_S
             touch(self.data_dir)
         self._stop.wait(_TICK_S)
+
+    def _restart_later(self, name: str, process: ManagedProcess, reason: str) -> None:
+        pause_s = process.plan_restart()
+        self._report(f"{name} {reason}; starting it again in {pause_s:g} s")
 
     def _fail_start(self, name: str, process: ManagedProcess) -> None:
         self._failure = f"{name} refuses its settings: {_last_message(name, process.log.tail)}"

@@ -20,9 +20,10 @@ import asyncio
 import contextlib
 import os
 import socket
+import stat
 import time
 import uuid
-from collections.abc import AsyncIterator, MutableMapping
+from collections.abc import AsyncIterator, Iterator, MutableMapping
 from functools import cache
 from pathlib import Path
 
@@ -95,7 +96,7 @@ async def _beat() -> None:
         await asyncio.sleep(INTERVAL_S)
 
 
-_READ_BYTES = 4096
+_READ_BYTES, _READS_MAX = 4096, 64
 _POLL_S_MAX = 4.0
 """Maximum time between two polls that counts as silence. A longer time means that the watcher itself was stopped
 (SIGSTOP, a sleeping machine, a frozen container)."""
@@ -153,9 +154,11 @@ class LivenessWatch:
         has_beaten = False
         if self.reading is not None:
             with contextlib.suppress(BlockingIOError):
-                while os.read(self.reading, _READ_BYTES):
+                for _ in range(_READS_MAX):  # a process may write faster than this one reads
+                    if not os.read(self.reading, _READ_BYTES):
+                        self.ended = True
+                        break
                     has_beaten = True
-                self.ended = True
         return has_beaten
 
 
@@ -181,6 +184,33 @@ def is_dead(holder: str) -> bool:
     except PermissionError:
         pass
     return False
+
+
+_HOLDER_FILE, _HOLDER_BYTES_MAX = "holder", 4096
+
+
+def claim_folder(folder: Path) -> None:
+    """Note in a folder of this process that it belongs to this process, for `abandoned_folders`."""
+    (folder / _HOLDER_FILE).write_text(new_holder(), encoding="utf-8")
+
+
+def abandoned_folders(parent: Path, pattern: str) -> Iterator[Path]:
+    """Yield the folders of dead processes of this user, such as those in `/tmp` that match `pattern`.
+
+    Other users may create folders there, too. Those, and folders whose process may run in another container, are left
+    out.
+    """
+    own_process = new_holder().rpartition("|")[0]
+    for folder in parent.glob(pattern):
+        with contextlib.suppress(OSError):
+            state = folder.lstat()
+            if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.geteuid():
+                continue
+            descriptor = os.open(folder / _HOLDER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with os.fdopen(descriptor, "rb") as file:
+                holder = file.read(_HOLDER_BYTES_MAX).decode("utf-8", "replace")
+            if holder.rpartition("|")[0] != own_process and is_dead(holder):
+                yield folder
 
 
 def describe(holder: str) -> str:

@@ -24,6 +24,7 @@ from pathlib import Path
 import ray
 
 from headrace_runtime.errors import SettingError, Unavailable
+from headrace_runtime.process import liveness
 from headrace_runtime.process.logs import get_logger
 from headrace_trainer.ray_learner import RaySettings
 
@@ -143,16 +144,11 @@ def _try_start(settings: RaySettings, cpus: int, folder: str) -> bool:
 
 
 def _sweep(own_folder: Path) -> None:
-    """Write this process's id into its folder, and remove the folders of killed trainers, with their processes."""
-    (own_folder / "pid").write_text(str(os.getpid()), encoding="ascii")
-    for path in own_folder.parent.glob("hr-ray-*/pid"):
-        try:
-            pid = path.read_text(encoding="ascii")
-        except OSError:
-            continue
-        if Path("/proc/self").exists() and pid.isdecimal() and not Path(f"/proc/{pid}").exists():
-            _end_users(path.parent)
-            shutil.rmtree(path.parent, ignore_errors=True)
+    """Claim this process's folder, and remove folders of killed processes together with their remaining processes."""
+    liveness.claim_folder(own_folder)
+    for folder in liveness.abandoned_folders(own_folder.parent, "hr-ray-*"):
+        _end_users(folder)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _end_users(folder: Path) -> None:

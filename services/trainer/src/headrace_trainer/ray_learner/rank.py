@@ -7,7 +7,6 @@ whichever machine a rank is on. torch is imported when it is first needed, so th
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import tempfile
 import threading
@@ -17,6 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace_runtime.process import liveness
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Batch
 from headrace_trainer.learner import Abilities, StepResult
@@ -100,7 +100,10 @@ class Rank:
 
     def folder(self) -> str:
         """Create a temporary folder on this machine for files that `put` receives, and return its path."""
-        return tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}-")
+        scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH))
+        liveness.claim_folder(scratch)
+        (scratch / "files").mkdir()
+        return str(scratch / "files")
 
     def put(self, folder: str, name: str, piece: bytes) -> None:
         """Append a piece to a file in the folder."""
@@ -110,7 +113,7 @@ class Rank:
             file.write(piece)
 
     def forget(self, folder: str) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(Path(folder).parent, ignore_errors=True)
 
     def open(self, folder: str, settings: Mapping[str, Any], shard: str, peers: int) -> Abilities:
         """Open the learner from the base's files. Raises `SettingError`.
@@ -194,7 +197,5 @@ class Rank:
 
 def _sweep() -> None:
     """Remove folders of killed ranks on this machine."""
-    for path in Path(tempfile.gettempdir()).glob(f"{_SCRATCH}*"):
-        match = re.match(rf"{_SCRATCH}(\d+)-", path.name)
-        if match and not Path(f"/proc/{match[1]}").exists() and Path("/proc/self").exists():
-            shutil.rmtree(path, ignore_errors=True)
+    for scratch in liveness.abandoned_folders(Path(tempfile.gettempdir()), f"{_SCRATCH}*"):
+        shutil.rmtree(scratch, ignore_errors=True)
