@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,8 +38,9 @@ from headrace.rewards import (
     tool_spam,
 )
 from headrace.rewards.combining import by_task
-from headrace.rewards.serving import verdict, verdicts
+from headrace.rewards.serving import _trajectory, verdict, verdicts
 from headrace_schemas import FunctionCall, FunctionDefinition, Message, Reward, RewardResult, Tool, ToolCall, Trajectory
+from headrace_schemas.values.blobs import BlobRef
 from tests.support.turns import trajectory
 
 
@@ -383,3 +385,11 @@ async def test_rewards_of_turns_follow_the_reward_of_the_run() -> None:
     assert (run_reward.turn_id, run_reward.value, run_reward.reason) == (None, 1.0, "because")
     assert (of_turn.turn_id, of_turn.value, of_turn.outcome, of_turn.reason) == (turn, 0.25, "scored", None)
     assert run_reward.event_id != of_turn.event_id
+
+
+@pytest.mark.parametrize("uri", ["ftp://x/{}", "gs://x/{}", "file:///nowhere/{}", "file:///proc/1/environ/{}"])
+async def test_a_record_with_an_unreadable_blob_does_not_stop_the_rewards_of_others(uri: str) -> None:
+    ref = BlobRef(uri=uri.format("0" * 64), sha256="0" * 64, size=9)
+    record = SimpleNamespace(topic="trajectories", partition=0, offset=1, headers=[("ce_dataref", b"x")])
+    record.value = ref.model_dump_json().encode()
+    assert await _trajectory(record) is None  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -44,6 +45,25 @@ def test_what_was_put_comes_back(store: BlobStore, data: bytes) -> None:
     assert (ref.sha256, ref.size) == (hashlib.sha256(data).hexdigest(), len(data))
     assert store.get(ref) == data
     assert store.put(data) == ref, "putting twice is harmless"
+
+
+@pytest.mark.parametrize("claimed", [0, 1, 10])
+def test_a_reference_that_claims_a_small_size_does_not_load_a_large_blob(
+    store: BlobStore, monkeypatch: pytest.MonkeyPatch, claimed: int
+) -> None:
+    ref = store.put(b"x" * 100_000)
+    sizes: list[int] = []
+    cat_file = store._fs.cat_file
+
+    def load(*arguments: Any, **options: Any) -> bytes:
+        data: bytes = cat_file(*arguments, **options)
+        sizes.append(len(data))
+        return data
+
+    monkeypatch.setattr(store._fs, "cat_file", load)
+    with pytest.raises(CorruptBlob):
+        store.get(ref.model_copy(update={"size": claimed}))
+    assert max(sizes, default=0) <= claimed + 1
 
 
 def test_a_blob_that_was_never_put_is_unavailable(store: BlobStore) -> None:

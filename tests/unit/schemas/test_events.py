@@ -7,6 +7,7 @@ CloudEvents. No change breaks consumers of the released version.
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import hashlib
 import json
@@ -31,7 +32,7 @@ from headrace_schemas.events.envelope import SEQUENCE_HEADER, Envelope, parse_re
 from headrace_schemas.generate import JSON_FOLDER, RELEASED_FILE, TOPICS_FILE, breaking_changes, documents
 from headrace_schemas.http.replica_api import Resume
 from headrace_schemas.lazy import lazy_exports
-from headrace_schemas.values.blobs import BlobRef
+from headrace_schemas.values.blobs import EVENT_BYTES_MAX, BlobRef
 from headrace_schemas.values.errors import InvalidEvent
 from tests.support.hostile_json import EXAMPLES_FOLDER, event_examples, kinds_everywhere
 
@@ -213,6 +214,14 @@ REF = BlobRef(uri="file:///x", sha256=hashlib.sha256(b"data").hexdigest(), size=
 def test_an_event_or_a_reference() -> None:
     assert parse_record("feedback", b"{}", ()) == (Feedback, b"{}")
     assert parse_record("feedback", REF.model_dump_json().encode(), [("ce_dataref", None)]) == (Feedback, REF)
+
+
+def test_a_reference_to_a_blob_that_is_larger_than_any_event_is_refused() -> None:
+    """A record may refer to any blob of the store, such as the weights of a model, and its readers load it whole."""
+    for size, is_allowed in ((EVENT_BYTES_MAX, True), (EVENT_BYTES_MAX + 1, False)):
+        value = REF.model_copy(update={"size": size}).model_dump_json().encode()
+        with contextlib.nullcontext() if is_allowed else pytest.raises(InvalidEvent, match="an event has at most"):
+            parse_record("turns", value, [("ce_dataref", b"x")])
 
 
 @pytest.mark.parametrize(

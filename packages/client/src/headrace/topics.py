@@ -312,8 +312,12 @@ def fetch(ref: BlobRef) -> bytes:
         raise HeadraceError(
             f"blob {ref.uri[:200]!r} is not in a blob store; records may refer only to blobs in a store"
         )
-    with fsspec.open(ref.uri, "rb") as file:
-        data: bytes = file.read()
+    try:
+        with fsspec.open(ref.uri, "rb") as file:
+            data: bytes = file.read(ref.size + 1)
+    except (ImportError, ValueError) as error:
+        text = f"blob {ref.uri}: cannot be opened here: {error}; install the library of its store"
+        raise HeadraceError(text) from error
     if not ref.matches(data):
         raise HeadraceError(
             f"blob {ref.uri}: its content does not match the digest in its name; restore it from a backup"

@@ -20,7 +20,7 @@ from headrace_schemas.events.routing import Replica, Routing
 from headrace_schemas.events.trajectory import Experience, Trajectory
 from headrace_schemas.events.turn import Turn
 from headrace_schemas.values.base import Event
-from headrace_schemas.values.blobs import BlobRef
+from headrace_schemas.values.blobs import EVENT_BYTES_MAX, BlobRef
 from headrace_schemas.values.errors import InvalidEvent
 
 Headers = tuple[tuple[str, bytes], ...]
@@ -184,8 +184,12 @@ def parse_record(
     if not is_blob_reference(headers):
         return model, value
     try:
-        return model, BlobRef.model_validate_json(value)
+        ref = BlobRef.model_validate_json(value)
     except ValidationError:
         raise InvalidEvent(
             "invalid_blob_reference", f"{model.type}: ce_dataref is set but the value is not a blob reference"
         ) from None
+    if ref.size > EVENT_BYTES_MAX:
+        text = f"{model.type}: the blob has {ref.size} bytes; an event has at most {EVENT_BYTES_MAX}, split the run"
+        raise InvalidEvent("invalid_blob_reference", text)
+    return model, ref

@@ -15,6 +15,8 @@ from headrace_schemas.values.bounds import INT64
 
 PAYLOAD_BYTES_MAX = 262_144
 """Event values of more bytes are stored as blobs, and their records contain a `BlobRef`."""
+EVENT_BYTES_MAX = 268_435_456
+"""Largest event. A record may refer to any blob, also to the weights of a model, and readers load events whole."""
 
 
 class BlobRef(Model):

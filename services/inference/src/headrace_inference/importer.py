@@ -168,7 +168,8 @@ class Importer:
             if versions.file_digest(path) != file.blob.sha256:
                 raise VersionUnusable(f"{manifest.version}: {file.path} is not the file that was exported")
         for file in manifest.files:
-            self._blobs.put((folder / file.path).read_bytes())
+            if self._blobs.put_file(folder / file.path).sha256 != file.blob.sha256:
+                raise VersionUnusable(f"{folder} was changed while it was read; try again")
         _, ref = versions.store_manifest(self._blobs, manifest)
         return StoredLine(version=manifest.version, manifest=ref)
 
@@ -221,7 +222,7 @@ def _files(blobs: BlobStore, folder: Path) -> tuple[File, ...]:
     for problem in find_irregular_files(folder):
         raise VersionUnusable(f"{folder}: {problem}")
     paths = [path for path in versions.model_files(folder) if path.name != MANIFEST_FILE]
-    return tuple(File(path=p.relative_to(folder).as_posix(), blob=blobs.ref(p.read_bytes())) for p in paths)
+    return tuple(File(path=p.relative_to(folder).as_posix(), blob=blobs.file_ref(p)) for p in paths)
 
 
 def _with_fingerprint(draft: Manifest, fingerprint: Fingerprint) -> Manifest:

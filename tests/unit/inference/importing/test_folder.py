@@ -68,6 +68,25 @@ def test_an_adapter_becomes_a_version_of_its_base(importer: Importer, models: Mo
     assert stored_manifest.fingerprint.logprobs == pytest.approx(answered, abs=1e-4)
 
 
+@pytest.mark.parametrize("is_exported", [False, True], ids=["folder", "export"])
+def test_weights_are_never_in_memory_as_a_whole_file(
+    importer: Importer, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_exported: bool
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(models.first.folder, folder)
+    if is_exported:
+        (folder / MANIFEST_FILE).write_bytes(models.first.manifest.canonical_json())
+    read_bytes = Path.read_bytes
+
+    def read_other_files(path: Path) -> bytes:
+        assert path.suffix != ".safetensors", f"{path} was read whole"
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_other_files)
+    stored = take(importer, folder, **({"name": None} if is_exported else {}))
+    assert models.blobs.holds(next(file.blob for file in manifest(models, stored).files if "safetensors" in file.path))
+
+
 def _config(**changes: object) -> Change:
     return _json("config.json", **changes)
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import logging
 import math
 import signal
 import threading
@@ -31,6 +32,7 @@ from headrace_schemas.events.feedback import Outcome
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.errors import InvalidEvent
 from headrace_schemas.values.plain_values import describe_error, plain_number
+from headrace_schemas.values.text import printable
 
 if TYPE_CHECKING:
     from aiokafka import AIOKafkaConsumer, ConsumerRecord
@@ -39,6 +41,7 @@ Verdict = float | Mapping[str, float] | RewardResult | None
 """Result of a reward function: a number, None to abstain, or a dict of criteria, whose score is its `value` or its
 mean."""
 Function = Callable[[Trajectory], Verdict | Awaitable[Verdict]]
+log = logging.getLogger(__name__)
 _BATCH_MAX = 50
 _POLL_MS = 500
 _REASON_LENGTH_MAX = 1000
@@ -119,10 +122,15 @@ async def _reward_batch(
 
 async def _trajectory(record: ConsumerRecord) -> Trajectory | None:
     """Return the trajectory of a record, or None for any other record: the scorer reads the same topic and dead-letters
-    it."""
+    it. A record whose blob cannot be read here is logged and left out.
+    """
     try:
         event = await event_of(record.topic, record.value, record.headers)
-    except (InvalidEvent, UsageError):
+    except InvalidEvent:
+        return None
+    except (HeadraceError, FileNotFoundError, NotADirectoryError, PermissionError) as error:
+        position = f"{record.topic}[{record.partition}] at {record.offset}"
+        log.warning("%s: left out, because its trajectory cannot be read: %s", position, printable(str(error)))
         return None
     return event if isinstance(event, Trajectory) else None
 

@@ -66,6 +66,10 @@ class BlobStore:
         """Return the reference that `put` would return, without storing the data."""
         return self._ref(hashlib.sha256(data).hexdigest(), len(data))
 
+    def file_ref(self, path: Path) -> BlobRef:
+        """Return the reference that `put_file` would return, with at most a piece of the file in memory."""
+        return self._ref(*digest_of(path))
+
     def put(self, data: bytes) -> BlobRef:
         """Store a blob atomically and return its reference. Raises `Unavailable`."""
         ref = self.ref(data)
@@ -88,7 +92,7 @@ class BlobStore:
             Unavailable: the store cannot be written.
         """
         try:
-            ref = self._ref(*digest_of(path))
+            ref = self.file_ref(path)
             target = self._path(ref.sha256)
             if not self._fs.exists(target):
                 self._write_file(target, path, move=move)
@@ -99,7 +103,7 @@ class BlobStore:
         return ref
 
     def get(self, ref: BlobRef) -> bytes:
-        """Fetch and check the content of a blob.
+        """Fetch and check the content of a blob. Of a blob that is larger than `ref.size`, one more byte is read.
 
         Raises:
             CorruptBlob: the content does not match `ref`.
@@ -108,7 +112,10 @@ class BlobStore:
         """
         path = self._path(ref.sha256)
         with self._translate_errors(ref):
-            data: bytes = self._fs.cat_file(path)
+            if not ref.size and self._fs.info(path)["size"]:
+                raise self._corrupt(ref, self._fs.info(path)["size"])
+            # Object stores refuse a range of an empty blob.
+            data: bytes = self._fs.cat_file(path, end=ref.size + 1) if ref.size else self._fs.cat_file(path)
         if not ref.matches(data):
             raise self._corrupt(ref, len(data))
         return data

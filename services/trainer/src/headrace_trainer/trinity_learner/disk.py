@@ -22,12 +22,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headrace_runtime.errors import SettingError
+from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage import versions
 from headrace_runtime.storage.versions import fingerprint_tokens
 from headrace_schemas.values.base import Model, Sha256
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.trinity_learner.configuration import TrinityJob
 
+log = get_logger(__name__)
 _DRAFT = ".draft-"
 _WEIGHTS_CHUNK = 1 << 24
 _WORD = b"headrace trinity weights of lineage "
@@ -109,8 +111,15 @@ class Disk:
         return step
 
     def pending(self) -> Pending | None:
+        """Return the batch that was handed over last. None without one, or if its file is damaged: then Trinity trains
+        the batch again, from the weights before it.
+        """
         path = self.folder / "pending.json"
-        return Pending.model_validate_json(path.read_bytes()) if path.exists() else None
+        try:
+            return Pending.model_validate_json(path.read_bytes()) if path.exists() else None
+        except ValueError as error:
+            log.warning("pending_batch_unreadable", path=str(path), error=str(error))
+            return None
 
     def set_pending(self, pending: Pending) -> None:
         """Store the record of the batch that Trinity will train. It is durable when the method returns."""

@@ -10,6 +10,7 @@ with the present weights. Later results of the old job are ignored.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import threading
 import time
@@ -164,7 +165,7 @@ class TrinityLearner(WholeLearner):
     def write(self, folder: Path, base: str) -> Fingerprint:
         model = self._disk.model(self._point.weights)
         for path in files.weights_in(model):
-            (folder / path.name).write_bytes(path.read_bytes())
+            shutil.copyfile(path, folder / path.name)
         return files.fingerprint(model)
 
     def fingerprint_of_base(self) -> Fingerprint:
