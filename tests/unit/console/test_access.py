@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tomllib
 from hashlib import sha256
@@ -18,6 +19,7 @@ from headrace_console.pages.page import Page
 from headrace_console.settings import ConsoleSettings, UserSettings
 from headrace_console.users import Role, Scope
 from headrace_runtime.clock import SystemClock
+from headrace_runtime.errors import Refused
 from headrace_schemas.http.stack_access import make_login_token
 from tests.unit.console.support import BY_PAGE, ORIGIN, Stand, TestClock, form_token
 
@@ -142,6 +144,27 @@ def test_at_most_200_sessions_are_open(tmp_path: Path) -> None:
     assert logins.user_of(cookies[0]) is None
     assert logins.user_of(cookies[1]) is not None
     assert Logins(tmp_path, (), clock).user_of(cookies[1]) is None
+
+
+def test_nobody_ends_the_sessions_of_another_user_or_keeps_another_address_from_logging_in(tmp_path: Path) -> None:
+    clock = TestClock()
+    users = tuple(UserSettings(name=name, sha256=sha256(name.encode()).hexdigest()) for name in ("ann", "eve"))
+    logins = Logins(tmp_path, users, clock)
+    cookie = logins.log_in("ann", "10.0.0.1")
+    for number in range(450):
+        clock.now_s += 1
+        with contextlib.suppress(Refused):  # after 10 within a minute
+            logins.log_in("eve" if number % 2 else "wrong", f"10.0.0.{2 + number % 7}")
+    assert logins.user_of(cookie) is not None
+    for number in range(11):
+        with pytest.raises(Refused) as refusal:
+            logins.log_in("wrong", f"fd00:1:2:3::{number}")
+        assert refusal.value.status == (429 if number == 10 else 401), "an IPv6 client has many addresses"
+    assert logins.log_in("ann", "10.0.0.1")
+    for number in range(3000):
+        with pytest.raises(Refused):
+            logins.log_in("wrong", f"10.{number >> 8}.{number & 255}.9")
+    assert len(logins._attempts) <= 1000
 
 
 async def test_no_page_opens_without_a_session(stand: Stand) -> None:

@@ -65,10 +65,28 @@ def test_texts_of_a_unigram_vocabulary_are_found_by_place() -> None:
     assert texts.text(1) == " the"
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"model": {"vocab": 1}}', b"[" * 100_000])
+NOT_TOKENIZERS = [
+    b"", b"[]", b"{}", b'{"model": {"vocab": 1}}', b"[" * 100_000, b'{"model": {"vocab": {"a": 1e999}}}',
+    b'{"model": {"vocab": [[]]}}', b'{"model": {"vocab": {}}, "added_tokens": [{"id": -1e999, "content": ""}]}',
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("content", NOT_TOKENIZERS)
 def test_tokenizer_that_cannot_be_read_is_refused(content: bytes) -> None:
     with pytest.raises(ValueError, match="the tokenizer cannot be read"):
         TokenTexts(content)
+
+
+@pytest.mark.parametrize("kind", ["BPE", "Unigram", "added"])
+def test_a_piece_of_megabytes_costs_a_page_no_more_than_any_other(kind: str) -> None:
+    """Its bytes are no text, and each of them was shown by a copy of those that follow."""
+    piece = "\u0142" * 1_000_000
+    added = [{"id": 0, "content": piece}] if kind == "added" else []
+    vocabulary = {piece: 0} if kind == "BPE" else [[piece, 0.0]]
+    model = {"vocab": {} if added else vocabulary}
+    texts = TokenTexts(json.dumps({"model": model, "added_tokens": added, "decoder": {"type": "ByteLevel"}}).encode())
+    assert len(texts.text(0)) < 10_000
+    assert len(texts.data(0) or b"") < 10_000
 
 
 @pytest.mark.parametrize(

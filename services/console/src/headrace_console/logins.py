@@ -11,7 +11,7 @@ import hashlib
 import hmac
 import json
 import secrets
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,6 +30,8 @@ log = get_logger(__name__)
 SESSION_S = 12 * 3600
 _SESSIONS_MAX = 200
 _ATTEMPTS_MAX, _ATTEMPTS_S = 10, 60.0
+_ADDRESSES_MAX = 1000
+"""Largest number of addresses whose logins are counted. Those that logged in last are remembered."""
 _ROUNDING_S = 1.0
 OWNER = "owner"
 """Name of the user who logs in with the token that `headrace up` prints."""
@@ -80,7 +82,9 @@ class SessionFile:
 
 
 class Logins:
-    """Open sessions of the console, at most 200. The oldest one ends when another begins."""
+    """Open sessions of the console, at most 200. When another begins, the oldest one of the user with the most ends, so
+    that no user can end the sessions of another one.
+    """
 
     def __init__(self, data_dir: Path, users: tuple[UserSettings, ...], clock: Clock, *, stack_key: str = "") -> None:
         self._data_dir = data_dir
@@ -90,15 +94,20 @@ class Logins:
         self._file = SessionFile(data_dir / "console" / "sessions.json")
         stored = [session for session in self._file.read() if self._rights(session) is not None][-_SESSIONS_MAX:]
         self._sessions = OrderedDict((session.digest, session) for session in stored)
-        self._attempts: deque[float] = deque(maxlen=_ATTEMPTS_MAX)
+        self._attempts: OrderedDict[str, deque[float]] = OrderedDict()
+        """Times of the last logins by the address of the client."""
 
-    def log_in_once(self, token: str) -> str:
+    def log_in_once(self, token: str, address: str = "") -> str:
         """Redeem the one-time token of the stack's owner, and return the cookie of a new session.
+
+        Args:
+            token: the token.
+            address: address of the client. Nobody can keep clients of other addresses from logging in.
 
         Raises:
             Refused: the token is wrong or used (401), or there were too many logins (429).
         """
-        self._count_attempt()
+        self._count_attempt(address)
         if not take_login_token(self._data_dir, token):
             LOGINS.labels("refused").inc()
             raise Refused(
@@ -108,9 +117,9 @@ class Logins:
             )
         return self._begin(OWNER, self._owner_token)
 
-    def log_in(self, token: str) -> str:
+    def log_in(self, token: str, address: str = "") -> str:
         """Check a user's token, and return the cookie of a new session. Raises `Refused` as `log_in_once`."""
-        self._count_attempt()
+        self._count_attempt(address)
         digest = _digest(token)
         matches = [user for user in self._users.values() if hmac.compare_digest(user.sha256, digest)]
         if not matches:
@@ -155,17 +164,29 @@ class Logins:
         session = Session(_digest(cookie), name, token, self._clock.now().timestamp() + SESSION_S)
         self._sessions[session.digest] = session
         if len(self._sessions) > _SESSIONS_MAX:
-            self._sessions.popitem(last=False)
+            sessions_of = Counter(open_session.name for open_session in self._sessions.values())
+            most = max(sessions_of.values())
+            oldest = next(key for key, entry in self._sessions.items() if sessions_of[entry.name] == most)
+            del self._sessions[oldest]
         self._file.write(list(self._sessions.values()))
         return cookie
 
-    def _count_attempt(self) -> None:
-        """Raise `Refused` 429 for the 11th login within a minute."""
-        now_s = self._clock.monotonic_s()
-        if len(self._attempts) == _ATTEMPTS_MAX and now_s - self._attempts[0] < _ATTEMPTS_S:
+    def _count_attempt(self, address: str) -> None:
+        """Raise `Refused` 429 for the 11th login of an address within a minute."""
+        now_s, network = self._clock.monotonic_s(), _network_of(address)
+        attempts = self._attempts.pop(network, None) or deque(maxlen=_ATTEMPTS_MAX)
+        self._attempts[network] = attempts
+        if len(self._attempts) > _ADDRESSES_MAX:
+            self._attempts.popitem(last=False)
+        if len(attempts) == _ATTEMPTS_MAX and now_s - attempts[0] < _ATTEMPTS_S:
             LOGINS.labels("limited").inc()
             raise Refused(429, "too_many_logins", "there were 10 logins within a minute; wait a minute and try again")
-        self._attempts.append(now_s)
+        attempts.append(now_s)
+
+
+def _network_of(address: str) -> str:
+    """Return an IPv4 address, or the network of an IPv6 address, in which a client may choose any address."""
+    return ":".join(address.split(":")[:4]) if ":" in address and "." not in address else address
 
 
 def _digest(text: str) -> str:

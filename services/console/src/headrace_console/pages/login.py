@@ -44,13 +44,13 @@ class LoginPages:
     async def form(self, request: Request) -> Response:
         """Log in with the one-time token in the URL query, or show the login form."""
         if (token := parameters_of(request, "token").get("token")) is not None:
-            return self._redirect_with_session(request, self._logins.log_in_once(token))
+            return self._redirect_with_session(request, self._logins.log_in_once(token, _address_of(request)))
         return self._templates.render(request, None, "login.html", has_users=self._has_users)
 
     async def log_in(self, request: Request) -> Response:
         """Log in with the token of a user. The web guard has checked that the console's own page sent the form."""
         form = await read_form(request)
-        return self._redirect_with_session(request, self._logins.log_in(form.get("token", "")))
+        return self._redirect_with_session(request, self._logins.log_in(form.get("token", ""), _address_of(request)))
 
     async def log_out(self, visit: Visit) -> Response:
         """End the login session."""
@@ -95,6 +95,10 @@ class LoginPages:
                 )
 
         return endpoint
+
+
+def _address_of(request: Request) -> str:
+    return request.client.host if request.client is not None else ""
 
 
 def _local_path(path: str) -> str:

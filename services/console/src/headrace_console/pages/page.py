@@ -195,12 +195,12 @@ async def read_form(request: Request) -> dict[str, str]:
 
 
 async def _read_body(request: Request) -> bytes:
-    content = b""
+    content = bytearray()
     async for chunk in request.stream():
         content += chunk
         if len(content) > _FORM_BYTES_MAX:
             raise Refused(413, "body_too_large", f"The form is larger than {_FORM_BYTES_MAX:,} bytes.")
-    return content
+    return bytes(content)
 
 
 def _parse_form(content: bytes) -> dict[str, str]:

@@ -84,6 +84,8 @@ class TokenizerReader:
 _BYTE_PIECE = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE_PIECE = "\u2581"
 _TEXT_LENGTH_MAX = 400
+_PIECE_LENGTH_MAX = 4 * _TEXT_LENGTH_MAX
+"""Characters of a piece that are kept. A tokenizer may contain pieces of megabytes, which a page repeats."""
 
 
 class TokenTexts:
@@ -94,9 +96,10 @@ class TokenTexts:
         try:
             tokenizer = json.loads(content)
             self._pieces = _vocabulary(tokenizer["model"]["vocab"])
-            self._added = {int(token["id"]): str(token["content"]) for token in tokenizer.get("added_tokens") or ()}
+            added_tokens = tokenizer.get("added_tokens") or ()
+            self._added = {int(token["id"]): str(token["content"])[:_PIECE_LENGTH_MAX] for token in added_tokens}
             kinds = _decoder_kinds(tokenizer.get("decoder"))
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"the tokenizer cannot be read: {type(error).__name__}") from None
         self._is_byte_level = "ByteLevel" in kinds
         self._has_space_pieces = bool(kinds & {"Metaspace", "Replace"})
@@ -156,8 +159,8 @@ def _vocabulary(vocabulary: Any) -> Mapping[int, str]:
             scores.
     """
     if isinstance(vocabulary, dict):
-        return {int(token_id): str(piece) for piece, token_id in vocabulary.items()}
-    return {token_id: str(entry[0]) for token_id, entry in enumerate(vocabulary)}
+        return {int(token_id): str(piece)[:_PIECE_LENGTH_MAX] for piece, token_id in vocabulary.items()}
+    return {token_id: str(entry[0])[:_PIECE_LENGTH_MAX] for token_id, entry in enumerate(vocabulary)}
 
 
 def _decoder_kinds(decoder: Any) -> set[str]:
