@@ -206,3 +206,23 @@ def test_the_last_announcement_of_a_models_trainer_counts_for_versions_of_its_li
     assert versions.signals_of("m", job) is None, "the trainer drops it as foreign"
     versions.checkpoint("m", checkpoint(first, "main", KTO))
     assert versions.signals_of("m", first) == KTO, "the trainer was started with another algorithm"
+
+
+@pytest.mark.parametrize(
+    "config", ["[]", "{", '"x"', "3", '{"text_config": []}', '{"vocab_size": "many"}', "[" * 99_999]
+)
+async def test_a_version_whose_configuration_is_damaged_has_no_known_vocabulary(
+    blobs: BlobStore, folder: Path, config: str
+) -> None:
+    async def refuse(_record: Record, error: Exception) -> None:
+        raise error
+
+    (folder / "config.json").write_text(config)
+    manifest, ref = stored(blobs, folder)
+    versions = KnownVersions(BusSettings(), "test", blobs, refuse)
+    versions.checkpoint("m", checkpoint(manifest.version, "main").model_copy(update={"manifest": ref}))
+    versions._checkpoints.loaded.set()
+    versions._routings.loaded.set()
+    known = await versions.models("m")
+    assert "m" not in known.vocabularies
+    assert manifest.version in known.versions["m"]

@@ -184,10 +184,13 @@ class _Registry:
     async def _keep_storage_limit(self) -> None:
         while True:
             await asyncio.sleep(_STORAGE_LIMIT_INTERVAL_S)
-            try:
-                await disk.retry_while_full(self._garbage.keep_limit)
-            except (Refused, Unavailable, CorruptBlob, MissingBlob) as error:  # the next round tries again
-                log.warning("versions_not_bounded", error=str(error))
+            await self._isolated.run("storage limit", self._keep_limit, None)
+
+    async def _keep_limit(self) -> None:
+        try:
+            await disk.retry_while_full(self._garbage.keep_limit)
+        except (Refused, Unavailable, CorruptBlob, MissingBlob) as error:  # the next round tries again
+            log.warning("versions_not_bounded", error=str(error))
 
     async def _prune(self) -> None:
         while True:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from headrace_registry import app
 from headrace_registry.garbage import collector, plan
 from headrace_registry.storage.records import VersionRecord
 from headrace_runtime.errors import Refused, Unavailable
 from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.isolation import ItemIsolation
 from headrace_runtime.storage.records import Records
 from headrace_runtime.storage.versions import read_manifest
 from headrace_schemas.http.catalog import GarbageReport
-from headrace_schemas.values.blobs import BlobRef, File
+from headrace_schemas.values.blobs import BlobRef, File, Manifest
 from tests.unit.registry.conftest import OPPONENT, CatalogBench, refusal
 from tests.unit.registry.rig import MODEL
 
@@ -83,6 +87,15 @@ async def test_garbage_keeps_shared_files_until_both_versions_are_removed(bench:
     await collect(bench)
     assert (file_exists(bench, "tokens"), file_exists(bench, "v2")) == (False, False)
     assert first != second
+
+
+async def test_garbage_keeps_the_manifest_of_a_version_that_another_one_lists_as_its_file(bench: CatalogBench) -> None:
+    served, manifest = bench.folder("v1")
+    await bench.register("v1", serve=True)
+    hostile = await retired(bench, "v2", files=(File(path="config.json", blob=manifest),))
+    report = await collect(bench)
+    assert [collected_version.version for collected_version in report.collected] == [hostile]
+    assert read_manifest(bench.rig.blobs, manifest).version == served
 
 
 async def test_garbage_keeps_recently_retired_versions(bench: CatalogBench) -> None:
@@ -256,6 +269,42 @@ async def test_storage_limit_removes_versions_but_keeps_rollback_targets(bench: 
     entries = (await bench.get("audit")).json()["data"]
     assert [(entry["action"], entry["version"]) for entry in entries] == [("collect", name) for name in names[2:0:-1]]
     assert "registry.versions_bytes_max" in entries[0]["why"]
+
+
+async def test_storage_limit_counts_only_files_that_the_store_has(
+    bench: CatalogBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint on the bus may name a manifest with any sizes."""
+    await bench.rig.promote_in_turn(0, 1, 2, 3, 4, 5)
+    manifests_of = collector.GarbageCollector._manifests
+
+    def claiming(self: collector.GarbageCollector, versions: Sequence[VersionRecord]) -> list[Manifest]:
+        manifests = manifests_of(self, versions)
+        files = [
+            file.model_copy(update={"blob": file.blob.model_copy(update={"size": 1 << 50})})
+            for file in manifests[0].files
+        ]
+        return [manifests[0].model_copy(update={"files": tuple(files)}), *manifests[1:]]
+
+    monkeypatch.setattr(collector.GarbageCollector, "_manifests", claiming)
+    assert await bounded(bench, 1 << 20) == ()
+
+
+async def test_an_error_in_the_storage_limit_does_not_end_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds: list[int] = []
+
+    class Failing:
+        async def keep_limit(self) -> None:
+            rounds.append(len(rounds))
+            if len(rounds) == 5:
+                raise asyncio.CancelledError
+            raise AssertionError("a state that nobody expected")
+
+    monkeypatch.setattr(app, "_STORAGE_LIMIT_INTERVAL_S", 0.0)
+    registry = object.__new__(app._Registry)
+    registry._isolated, registry._garbage = ItemIsolation("registry"), Failing()  # type: ignore[assignment]
+    with pytest.raises(asyncio.CancelledError):
+        await registry._keep_storage_limit()
 
 
 async def test_storage_limit_removes_nothing_when_a_lineage_cannot_be_read(bench: CatalogBench) -> None:

@@ -22,6 +22,8 @@ from headrace_schemas.values.blobs import BlobRef
 
 _VERSIONS_MAX = 100_000
 """Maximum number of remembered versions of one model. Beyond it the oldest are forgotten."""
+_CONFIG_BYTES_MAX = 4 << 20
+"""Size up to which the configuration of a model is read."""
 
 
 class KnownVersions:
@@ -113,8 +115,10 @@ class KnownVersions:
         """
         try:
             files = {file.path: file.blob for file in read_manifest(self._blobs, manifest).files}
+            if files["config.json"].size > _CONFIG_BYTES_MAX:
+                return None
             config = json.loads(self._blobs.get(files["config.json"]))
-        except (KeyError, ValueError, CorruptBlob, Unavailable, RecursionError):
+            size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+        except (KeyError, ValueError, AttributeError, CorruptBlob, Unavailable, RecursionError):
             return None
-        size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
         return size if isinstance(size, int) else None

@@ -65,8 +65,10 @@ class GarbageCollector:
         self._bytes_max = bytes_max
         self._manifest_cache: dict[str, Manifest] = {}
         """Manifests of the versions with files in the store. A manifest never changes."""
-        self._within_limit: int | None = None
-        """Number of versions when they were last within the limit."""
+        self._sizes: dict[str, dict[str, int]] = {}
+        """Sizes of the files in the store by digest, for each of these versions. A manifest may list other ones."""
+        self._within_limit: frozenset[str] | None = None
+        """Versions when they were last within the limit."""
         self.lock = asyncio.Lock()
 
     async def run(self, act: audit.AuditedAction, *, dry_run: bool) -> GarbageReport:
@@ -98,17 +100,15 @@ class GarbageCollector:
         """
         async with self.lock:
             versions = await self._uncollected()
-            if len(versions) == self._within_limit:
+            names = frozenset(version.version for version in versions)
+            if names == self._within_limit:
                 return ()
             manifests = await asyncio.to_thread(self._cached_manifests, versions)
             present = [version for version in versions if version.version in manifests]
-            blobs = {
-                name: {file.blob.sha256: file.blob.size for file in manifest.files}
-                for name, manifest in manifests.items()
-            }
+            blobs = {name: self._sizes[name] for name in manifests}
             bytes_max = self._bytes_max or storage_limit.default_limit(blobs)
             if not storage_limit.versions_over_limit(present, blobs, set(), bytes_max):
-                self._within_limit = len(versions)
+                self._within_limit = names
                 return ()
             needed = await self._needed(versions)
             for lineage in (await asyncio.to_thread(lineages.needed_versions, self._blobs)).values():
@@ -130,6 +130,7 @@ class GarbageCollector:
             for blob in collectable.blobs:
                 await asyncio.to_thread(self._blobs.delete, blob)
             self._manifest_cache.pop(collectable.version, None)
+            self._sizes.pop(collectable.version, None)
             log.info("collected", version=collectable.version, files=collectable.report.files)
 
     async def _uncollected(self) -> list[VersionRecord]:
@@ -183,7 +184,10 @@ class GarbageCollector:
     def _cached_manifests(self, versions: Sequence[VersionRecord]) -> dict[str, Manifest]:
         for version in versions:
             if version.version not in self._manifest_cache:
-                self._manifest_cache |= {manifest.version: manifest for manifest in self._manifests([version])}
+                for manifest in self._manifests([version]):
+                    stored = (file.blob for file in manifest.files if self._blobs.holds(file.blob))
+                    self._sizes[manifest.version] = {blob.sha256: blob.size for blob in stored}
+                    self._manifest_cache[manifest.version] = manifest
         return {
             record.version: self._manifest_cache[record.version]
             for record in versions
@@ -217,7 +221,10 @@ class GarbageCollector:
             for version in versions:
                 needs.setdefault(version, []).append(f"lineage {lineage} goes on from it or may go back to it")
         manifests = await asyncio.to_thread(self._manifests, [*kept_versions, *retired[RETIRED_MAX:]])
-        return plan.make_plan(await asyncio.to_thread(self._manifests, retired[:RETIRED_MAX]), manifests, needs)
+        protected = {version.manifest.sha256 for version in (*retired, *kept_versions)}
+        return plan.make_plan(
+            await asyncio.to_thread(self._manifests, retired[:RETIRED_MAX]), manifests, needs, protected
+        )
 
     def _manifests(self, versions: Sequence[VersionRecord]) -> list[Manifest]:
         """Return the manifests that exist. A version without a manifest was rejected, and has no files."""

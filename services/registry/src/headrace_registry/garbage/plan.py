@@ -44,7 +44,10 @@ class GarbagePlan:
 
 
 def make_plan(
-    retired: Sequence[Manifest], active: Sequence[Manifest], needs: Mapping[str, Sequence[str]]
+    retired: Sequence[Manifest],
+    active: Sequence[Manifest],
+    needs: Mapping[str, Sequence[str]],
+    protected: Set[str] = frozenset(),
 ) -> GarbagePlan:
     """Decide which retired versions may be removed. If an adapter is needed, its base is needed, too.
 
@@ -52,6 +55,7 @@ def make_plan(
         retired: manifests of the retired versions.
         active: manifests of all other versions.
         needs: reasons why each version is needed.
+        protected: digests of blobs that are never removed, even if a manifest lists them as files of its version.
     """
     retired_by_version = {manifest.version: manifest for manifest in retired}
     needed_by = {version: list(reasons) for version, reasons in needs.items()}
@@ -60,7 +64,7 @@ def make_plan(
         if manifest.base in retired_by_version:
             needed_by.setdefault(manifest.base or "", []).append(f"{manifest.version} is an adapter of it")
     kept = [manifest for manifest in retired if manifest.version in needed_by]
-    used_digests = {file.blob.sha256 for manifest in (*active, *kept) for file in manifest.files}
+    used_digests = {file.blob.sha256 for manifest in (*active, *kept) for file in manifest.files} | protected
     return GarbagePlan(
         collectable=tuple(
             _collectable(manifest, used_digests) for manifest in retired if manifest.version not in needed_by
