@@ -11,9 +11,11 @@ import asyncio
 import json
 import random
 import sys
+import tempfile
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -28,7 +30,14 @@ from headrace_operations.replay.partition_merge import (
     build_journal,
 )
 from headrace_operations.replay.pipeline import Item, Pipeline
-from headrace_operations.replay.program import Program, failure_reason, start_program
+from headrace_operations.replay.program import (
+    Program,
+    TrainingReports,
+    _last_lines,
+    failure_reason,
+    follow,
+    start_program,
+)
 from headrace_operations.replay.request import Report, Request, make
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_runtime.services import ServiceInfo
@@ -332,3 +341,29 @@ def test_batches_are_compared_in_order(original: str, replayed: str, equal: int,
     report.training = DryRunLine(batches=batches)
     report.compare([digit * 64 for digit in original])
     assert (report.batches_equal, report.same) == (equal, same)
+
+
+async def test_invalid_records_do_not_stop_the_reports_of_a_training() -> None:
+    """Everybody who may write to the bus may write to the topics of a replay."""
+    valid = TrainingMetrics(time=START, model="m", lineage="main", step=0)
+    values = [b"{", b"[]", b"\xff", None, b'{"time": 1e999}', valid.to_json()]
+
+    class Polluted:
+        async def records(self, _range: Range) -> AsyncIterator[SimpleNamespace]:
+            for offset, value in enumerate(values):
+                yield SimpleNamespace(offset=offset, value=value, headers=())
+
+    reports = TrainingReports()
+    await follow(Polluted(), TrainingMetrics.topic, reports)  # type: ignore[arg-type]
+    assert reports.seen == {valid.event_id}
+    assert reports.offset == len(values)
+
+
+@pytest.mark.parametrize("size", [0, 10, 10_000_000])
+def test_only_the_end_of_the_log_of_a_program_is_read(size: int) -> None:
+    with tempfile.TemporaryFile() as log:
+        log.write(b"x" * 99 + b"\n")
+        log.write(b"y" * size + b"\nheadrace scorer: the reason\n")
+        lines = _last_lines(log)
+    assert failure_reason(lines, "scorer") == "scorer: the reason"
+    assert sum(map(len, lines)) < 100_000

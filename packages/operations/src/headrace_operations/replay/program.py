@@ -7,7 +7,9 @@ The trainer's reports are followed on the bus, and its version is offered to the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
 import sys
 import tempfile
 from collections import Counter
@@ -30,6 +32,9 @@ from headrace_schemas.values.blobs import Manifest
 
 _LINE_BYTES_MAX = 256 * 1024 * 1024
 _BUFFER_BYTES = 1 << 20
+_LOG_TAIL_BYTES = 65_536
+_STOP_S = 60.0
+"""Seconds that a trainer gets to stop before it is killed."""
 _USAGE = 2
 """Exit status of a service with invalid settings."""
 
@@ -79,9 +84,14 @@ class Program:
         """
         status = await self._process.wait()
         if status:
-            self._log.seek(0)
-            reason = failure_reason(self._log.read().decode("utf-8", "replace").splitlines(), self._name)
+            reason = failure_reason(_last_lines(self._log), self._name)
             raise (UsageError if status == _USAGE else HeadraceError)(reason or f"{self._name}: exit status {status}")
+
+
+def _last_lines(log: IO[bytes]) -> list[str]:
+    """Return the last lines of a log, which may be of any length."""
+    log.seek(max(0, log.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+    return log.read().decode("utf-8", "replace").splitlines()
 
 
 def failure_reason(lines: Sequence[str], name: str) -> str:
@@ -170,17 +180,19 @@ async def follow(topics: Topics, topic: str, reports: TrainingReports) -> None:
     """Read the training reports that were published on `topic` since the last call, and add them to `reports`."""
     async for record in topics.records(Range(topic, from_offset=reports.offset)):
         reports.offset = record.offset + 1
-        event = await event_of(TrainingMetrics.topic, record.value, record.headers)
-        if isinstance(event, TrainingMetrics):
-            reports.add(event)
+        with contextlib.suppress(HeadraceError):  # another producer may write an invalid record
+            event = await event_of(TrainingMetrics.topic, record.value, record.headers)
+            if isinstance(event, TrainingMetrics):
+                reports.add(event)
 
 
 async def checkpoints(topics: Topics, prefix: str) -> list[Checkpoint]:
     """Return the versions of a lineage, the base first."""
     events: dict[str, Event] = {}
     async for record in topics.records(Range(f"{prefix}{Checkpoint.topic}")):
-        event = await event_of(Checkpoint.topic, record.value, record.headers)
-        events[event.event_id] = event
+        with contextlib.suppress(HeadraceError):
+            event = await event_of(Checkpoint.topic, record.value, record.headers)
+            events[event.event_id] = event
     return [event for event in events.values() if isinstance(event, Checkpoint)]
 
 
@@ -227,9 +239,13 @@ async def run_trainer(
     finally:
         if process.returncode is None:
             process.terminate()
+            await asyncio.wait([ended], timeout=_STOP_S)
+            if process.returncode is None:
+                process.kill()
             await ended
     if process.returncode:
-        lines = (await asyncio.to_thread(log.read_text, "utf-8", "replace")).splitlines()
+        with log.open("rb") as output:
+            lines = _last_lines(output)
         kind = UsageError if process.returncode == _USAGE else HeadraceError
         raise kind(f"{failure_reason(lines, 'trainer')} (the log of the trainer is {log})")
     return reports
