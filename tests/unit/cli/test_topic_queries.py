@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,8 @@ from headrace_cli.commands.replay import entry_as_json
 from headrace_cli.commands.shared import parse_time
 from headrace_operations.lineage.sessions import trace_session
 from headrace_operations.lineage.versions import trace_version
+from headrace_operations.mirror.logs import translate_positions
+from headrace_operations.mirror.side import Row
 from headrace_operations.turn_account import TurnAccountBuilder, turn_account_of
 from headrace_schemas import Checkpoint, Feedback, Sampling, Trajectory
 from headrace_schemas.events.checkpoint import LearnedSignals
@@ -259,3 +262,37 @@ def test_the_command_warns_of_feedback_that_trains_nothing() -> None:
         http.stop()
     assert (result.exit_code, "trains nothing" in result.output) == (0, True)
     assert "truncated_sampling" in result.output
+
+
+class TableSide:
+    """Side of a mirror with one compacted partition. Counts its reads."""
+
+    def __init__(self, keys: Sequence[int | None]) -> None:
+        """`keys` are the keys by offset, None for a record that compaction has removed."""
+        self._keys = keys
+        self.reads = 0
+
+    async def bounds(self, partitions: Sequence[str]) -> dict[str, tuple[int, int]]:
+        return {partition: (0, len(self._keys)) for partition in partitions}
+
+    async def read(self, _partition: str, start: int, end: int) -> AsyncIterator[tuple[int, Row]]:
+        self.reads += 1
+        for offset in range(start, end):
+            if (key := self._keys[offset]) is not None:
+                yield offset, Row(b"%d" % key, b"", (), 0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_positions_in_a_table_are_translated_with_one_read_for_all_groups(seed: int) -> None:
+    draw = random.Random(seed)
+    keys = [draw.choice([None, *range(12)]) for _ in range(draw.randrange(1, 60))]
+    copied = list(dict.fromkeys(key for key in reversed(keys) if key is not None))[::-1]
+    shuffled = draw.sample(copied, len(copied)) + draw.sample(range(12, 15), draw.randrange(3))
+    source, target = TableSide(keys), TableSide(shuffled)
+    positions = range(len(keys) + 1)
+    translated = await translate_positions(source, target, "partition", positions)  # type: ignore[arg-type]
+    newest = {key: offset for offset, key in enumerate(keys)}
+    for position in positions:
+        later = [at for at, key in enumerate(shuffled) if newest.get(key, position) >= position]
+        assert translated[position] == min(later, default=len(shuffled))
+    assert (source.reads, target.reads) == (1, 1)

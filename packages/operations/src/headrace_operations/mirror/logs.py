@@ -5,8 +5,11 @@ records.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable
+import sys
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from headrace.errors import UsageError
@@ -234,18 +237,21 @@ async def compare_newest(
     return PartitionCheck(topic_partition.topic, topic_partition.partition, len(target_rows), digest)
 
 
-async def translate_position(source: Side, target: Side, topic_partition: TopicPartition, committed: int) -> int:
-    """Return the position on the target for a group's position `committed` in a compacted topic of the source.
+async def translate_positions(
+    source: Side, target: Side, topic_partition: TopicPartition, positions: Collection[int]
+) -> dict[int, int]:
+    """Return the position on the target for each position of a group in a compacted topic of the source.
 
-    It is the offset of the first row that the source wrote at `committed` or later. A group may read rows twice that
-    were copied in several runs, but skips none.
+    It is the offset of the first row that the source wrote at the position or later. A group may read rows twice that
+    were copied in several runs, but skips none. Both partitions are read once, because any number of groups may have
+    positions in them.
     """
     source_rows = await read_rows(source, topic_partition, (await source.bounds([topic_partition]))[topic_partition][1])
     end = (await target.bounds([topic_partition]))[topic_partition][1]
     target_rows = await read_rows(target, topic_partition, end)
-    return next(
-        (at for key, (at, _) in target_rows.items() if key not in source_rows or source_rows[key][0] >= committed), end
-    )
+    sources = (source_rows[key][0] if key in source_rows else sys.maxsize for key in target_rows)
+    latest, offsets = list(accumulate(sources, max)), [*(at for at, _ in target_rows.values()), end]
+    return {position: offsets[bisect_left(latest, position)] for position in positions}
 
 
 async def read_rows(side: Side, topic_partition: TopicPartition, end: int | None = None) -> Rows:

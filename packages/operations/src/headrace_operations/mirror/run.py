@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -53,15 +54,18 @@ async def copy_positions(
     Raises:
         MirrorConflict: a group has a later position on the target.
     """
+    positions = await read_positions(source, topics)
+    committed: dict[TopicPartition, set[int]] = defaultdict(set)
+    for offsets in positions.values():
+        for partition, (offset, _) in offsets.items():
+            committed[partition].add(offset)
+    translated = {
+        partition: await _translate(source, target, topics[partition.topic], partition, offsets, ends[partition])
+        for partition, offsets in committed.items()
+    }
     expected = {
-        group: {
-            partition: (
-                await _translate(source, target, topics[partition.topic], partition, offset, ends[partition]),
-                note,
-            )
-            for partition, (offset, note) in offsets.items()
-        }
-        for group, offsets in (await read_positions(source, topics)).items()
+        group: {partition: (translated[partition][offset], note) for partition, (offset, note) in offsets.items()}
+        for group, offsets in positions.items()
     }
     existing = await read_positions(target, topics)
     for group, offsets in expected.items():
@@ -78,12 +82,16 @@ async def copy_positions(
     return expected
 
 
-async def _translate(source: Side, target: Side, topic: Topic, partition: TopicPartition, offset: int, end: int) -> int:
-    """Return the target's offset for a position of a group on the source.
+async def _translate(
+    source: Side, target: Side, topic: Topic, partition: TopicPartition, offsets: Collection[int], end: int
+) -> dict[int, int]:
+    """Return the target's offsets for positions of groups on the source.
 
-    In logs both are equal, up to the copied end; in compacted topics the position is translated.
+    In logs both are equal, up to the copied end; in compacted topics the positions are translated.
     """
-    return await logs.translate_position(source, target, partition, offset) if topic.is_table else min(offset, end)
+    if topic.is_table:
+        return await logs.translate_positions(source, target, partition, offsets)
+    return {offset: min(offset, end) for offset in offsets}
 
 
 @dataclass(slots=True)
