@@ -155,7 +155,7 @@ def _age(turns: int, ages: Ages) -> str:
     return f"CASE WHEN i < {ages.old} THEN {horizon} - {ages.old} + i ELSE {horizon} + 1000000 + i * {span} END"
 
 
-WAITING = frozenset({"positions", "ends", "outbox", "jobs", "n"})
+WAITING = frozenset({"positions", "ends", "outbox", "jobs", "task_rematches", "n"})
 """Tables of waiting work instead of history: reading one completely means reading all work."""
 _SCAN = re.compile(r"^SCAN (?P<table>\w+)(?: USING (?:COVERING )?INDEX (?P<index>\w+))?")
 _SUBQUERY = re.compile(r"anon_\d+")

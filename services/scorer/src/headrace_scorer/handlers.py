@@ -23,7 +23,7 @@ from headrace_schemas.events.envelope import OWN_SOURCE
 from headrace_schemas.events.opinion import values_of
 from headrace_schemas.rules.ingest import OWN_END_REASON, KnownModels, find_objection
 from headrace_schemas.values.ids import owner_of
-from headrace_scorer import ledger, store
+from headrace_scorer import ledger, rematches, store
 from headrace_scorer.feedback_entries import thumbs_of
 from headrace_scorer.feedback_matching import FeedbackSet, PlacedFeedback
 from headrace_scorer.learned.store import store_thumbs
@@ -130,18 +130,16 @@ class Scorer:
         await store.add_feedback(tx, now, handling.received.identity, placed, partition)
         if feedback.level == "task":
             assert feedback.task_id is not None
-            await store.mark_for_rematch(tx, feedback.tenant, feedback.task_id, partition)
+            await rematches.add_task(tx, feedback.tenant, feedback.task_id, partition)
             return []
         return await self._feedback_changed(tx, now, await ledger.targets_of(tx, placed))
 
     async def rematch(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:
-        """Match a bounded number of trajectories with their feedback again, out of those that `store.mark_for_rematch`
-        marked.
-        """
-        marked = await store.take_for_rematch(tx, _REMATCHED_AT_ONCE_MAX)
+        """Match a bounded number of trajectories with their feedback again (`rematches.take`)."""
+        names, has_more = await rematches.take(tx, _REMATCHED_AT_ONCE_MAX)
         change, fail = partial(self._feedback_changed, tx, now), partial(store.fail_scoring, tx)
-        events = await process_batch(tx, "scorer.rematch", marked, change, fail)
-        return Unfinished(events) if len(marked) == _REMATCHED_AT_ONCE_MAX else events
+        events = await process_batch(tx, "scorer.rematch", names, change, fail)
+        return Unfinished(events) if has_more else events
 
     async def on_reward(self, reward: Reward, handling: Handling) -> Sequence[Event]:
         """Add a reward from the bus to the ledger.

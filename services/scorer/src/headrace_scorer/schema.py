@@ -43,7 +43,7 @@ trajectories = Table(
     Column("task_id", Text),
     Column("run_id", Text),
     Column("partition", Integer),  # partition of its record; null in rows of the first releases
-    Column("rematch", Boolean, nullable=False, server_default=false()),  # whether feedback about its task is new
+    Column("rematch", Boolean, nullable=False, server_default=false()),  # whether it is matched and scored again
     Column("parts", Integer, nullable=False),
     Column("emitted", Text, nullable=False),  # JSON: the last experience of each branch
     Column("payload", LargeBinary, nullable=False),
@@ -51,8 +51,22 @@ trajectories = Table(
     Index("ix_trajectories_closed", "session_key", "tenant", "time_ms", "place"),
     Index("ix_trajectories_settle", "settle_ms", sqlite_where=_WAITS, postgresql_where=_WAITS),
     Index("ix_trajectories_arrived", "arrived_ms"),
-    Index("ix_trajectories_task", "tenant", "task_id", "partition", "rematch"),
+    Index("ix_trajectories_task", "tenant", "task_id", "partition", "trajectory_id"),
     Index("ix_trajectories_rematch", "trajectory_id", sqlite_where=REMATCH, postgresql_where=REMATCH),
+)
+
+task_rematches = Table(  # the tasks whose runs are matched again, because of new feedback about them
+    "task_rematches",
+    metadata,
+    Column("tenant", Text, primary_key=True),
+    Column("task_id", Text, primary_key=True),
+    Column("partition", Integer, primary_key=True, autoincrement=False),
+    Column("after", Text, nullable=False),  # the last trajectory that was matched again
+    Column("until", Text, nullable=False),  # the last one of the round; it began after this one
+    Column("wrapped", Boolean, nullable=False),  # whether the round continues from the first one
+    Column("turn", BigInteger, nullable=False),  # the task with the lowest one is next
+    Index("ix_task_rematches_turn", "turn"),
+    Index("ix_task_rematches_tenant", "tenant", "turn"),
 )
 
 turns = Table(

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, func, or_, select
+from sqlalchemy import ColumnElement, CompoundSelect, Executable, Select, bindparam, func, or_, select, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
@@ -46,6 +47,57 @@ POSITION = (
 )
 """The columns of a `FeedbackPosition`."""
 Condition = ColumnElement[bool]
+_CLOSED = trajectories.c
+_DESCENDING = tuple(column.desc() for column in _PEER)
+
+
+def _peers(*conditions: Condition) -> Select[Any]:
+    """Return the query of those trajectories of the session `:session_key` that match the conditions."""
+    in_session = _CLOSED.session_key == bindparam("session_key"), _CLOSED.tenant == bindparam("tenant")
+    return select(*_PEER).where(*in_session, *conditions)
+
+
+def _united(*queries: Select[Any]) -> CompoundSelect[Any]:
+    """Return one statement for several queries of which each reads a bounded part of an index."""
+    return union_all(*(select(query.subquery()) for query in queries))
+
+
+# The statements are built once: to build one takes longer than its execution.
+_TOGETHER = _peers(_CLOSED.time_ms == bindparam("time_ms")).order_by(_CLOSED.place.desc()).limit(_TOGETHER_MAX)
+"""The trajectories that were closed at `:time_ms`."""
+_FIRSTS = (
+    _peers(_CLOSED.began.is_not(None)).order_by(_CLOSED.began, *_PEER).limit(1),
+    _peers(_CLOSED.began.is_(None)).order_by(_CLOSED.place, *_PEER).limit(1),
+)
+"""The first captured and the first ingested trajectory of the session."""
+_LAST_BEFORE = (
+    _peers(_CLOSED.began < bindparam("turns_until")).order_by(_CLOSED.began.desc(), *_DESCENDING).limit(1),
+    _peers(_CLOSED.began.is_(None), _CLOSED.place < bindparam("trajectories_until"))
+    .order_by(_CLOSED.place.desc(), *_DESCENDING)
+    .limit(1),
+)
+"""The last captured trajectory that began before an offset, and the last ingested one."""
+
+
+def _successors() -> tuple[Select[Any], Select[Any]]:
+    """Return the queries of the trajectories that began, or were ingested, next after each one that was closed at
+    `:time_ms`."""
+    later, member = trajectories.alias(), _TOGETHER.subquery()
+    in_session = later.c.session_key == bindparam("session_key"), later.c.tenant == bindparam("tenant")
+    next_began = select(func.min(later.c.began)).where(*in_session, later.c.began > member.c.began)
+    next_place = select(func.min(later.c.place)).where(
+        *in_session, later.c.began.is_(None), later.c.place > member.c.place
+    )
+    captured = select(next_began.scalar_subquery()).where(member.c.began.is_not(None))
+    ingested = select(next_place.scalar_subquery()).where(member.c.began.is_(None))
+    return _peers(_CLOSED.began.in_(captured)), _peers(_CLOSED.began.is_(None), _CLOSED.place.in_(ingested))
+
+
+_LAST = _united(*_LAST_BEFORE)
+_ENDS = _united(*_FIRSTS, *_LAST_BEFORE)
+_AROUND = _united(_TOGETHER, *_successors(), *_FIRSTS)
+_WITH_ENDS = _peers(_CLOSED.time_ms.in_(select(_ENDS.subquery().c.time_ms))).limit(_TOGETHER_MAX)
+"""The trajectories of `_ENDS` and those that were closed together with one of them, in no order."""
 
 
 def session_of(trajectory: Trajectory) -> Session:
@@ -64,12 +116,13 @@ class ClosedNeighbours:
         about.
         """
         if placed.turns_until is None:
-            times = [await self._time_after(epoch_ms(placed.event.time))]
-        else:
-            peers = [*await self._firsts(), *await self._last_before(placed.turns_until, placed.trajectories_until)]
-            times = [peer.time_ms for peer in peers]
-            return ClosedRuns({*peers, *await self._closed_at(times)})
-        return ClosedRuns(await self._closed_at(times))
+            return ClosedRuns(await self._closed_at([await self._time_after(epoch_ms(placed.event.time))]))
+        offsets = {"turns_until": placed.turns_until, "trajectories_until": placed.trajectories_until}
+        peers = await self._read(_WITH_ENDS, **offsets)
+        if len(peers) == _TOGETHER_MAX:
+            peers = await self._read(_ENDS, **offsets)
+            peers += await self._closed_at([peer.time_ms for peer in peers])
+        return ClosedRuns(set(peers))
 
     async def peers_at(self, time_ms: int, new: ClosedTrajectory | None, *, by_time: bool) -> ClosedRuns:
         """Return the closed trajectories that decide which feedback is about those closed at `time_ms`.
@@ -81,103 +134,59 @@ class ClosedNeighbours:
             by_time: whether the session has feedback without offsets, which is matched by its time.
         """
         if new is not None and new.began is None and await self._is_first_ingested(new):
-            return ClosedRuns(
-                await self._read(self._query())
-            )  # once in a session, because its feedback may come from any other trajectory
-        peers = {*await self._closed_at([time_ms]), *await self._successors(time_ms), *await self._firsts()}
+            return ClosedRuns(await self._read(_peers()))  # once in a session
+        peers = set(await self._read(_AROUND, time_ms=time_ms))
+        self._note_limit(sum(peer.time_ms == time_ms for peer in peers))
         times: set[int | None] = set()
         if new is not None:
-            before = await self._last_before(new.began, new.offset if new.began is None else None)
-            before = before or [*await self._first_after(new), *await self._firsts()]
+            ingested_until = new.offset if new.began is None else None
+            before = await self._read(_LAST, turns_until=new.began, trajectories_until=ingested_until)
+            before = before or [*await self._first_after(new), *await self._read(_united(*_FIRSTS))]
             peers |= {new, *before}
             times |= {peer.time_ms for peer in before}
         if by_time:
             times |= {
-                await self._extreme(func.max, trajectories.c.time_ms < time_ms),
+                await self._extreme(func.max, _CLOSED.time_ms < time_ms),
                 await self._time_after(time_ms + 1),
             }
-        return ClosedRuns(peers | set(await self._closed_at(times)))
+        return ClosedRuns(peers | set(await self._closed_at(times - {time_ms})))
 
-    def _query(self, *conditions: Condition) -> Select[Any]:
+    async def _read(self, query: Executable, **values: int | None) -> list[ClosedTrajectory]:
         session_key, tenant = self.session
-        table = trajectories.c
-        return select(*_PEER).where(table.session_key == session_key, table.tenant == tenant, *conditions)
-
-    async def _read(self, query: Select[Any]) -> list[ClosedTrajectory]:
-        return [ClosedTrajectory(*row) for row in await self.tx.execute(query)]
+        rows = await self.tx.execute(query, {"session_key": session_key, "tenant": tenant, **values})
+        return [ClosedTrajectory(*row) for row in rows]
 
     async def _closed_at(self, times: Iterable[int | None]) -> list[ClosedTrajectory]:
         """Return the trajectories that were closed at one of these times."""
         peers: list[ClosedTrajectory] = []
         for time_ms in sorted({time_ms for time_ms in times if time_ms is not None}):
-            together = self._query(trajectories.c.time_ms == time_ms).order_by(trajectories.c.place.desc())
-            rows = await self._read(together.limit(_TOGETHER_MAX))
-            if len(rows) == _TOGETHER_MAX:
-                log.warning("closed_together_limit", session=self.session[0], most=_TOGETHER_MAX)
+            rows = await self._read(_TOGETHER, time_ms=time_ms)
+            self._note_limit(len(rows))
             peers += rows
         return peers
 
-    async def _firsts(self) -> list[ClosedTrajectory]:
-        """Return the first captured and the first ingested trajectory of the session."""
-        table = trajectories.c
-        captured = self._query(table.began.is_not(None)).order_by(table.began, *_PEER).limit(1)
-        ingested = self._query(table.began.is_(None)).order_by(table.place, *_PEER).limit(1)
-        return [*await self._read(captured), *await self._read(ingested)]
-
-    async def _last_before(self, turns_until: int | None, trajectories_until: int | None) -> list[ClosedTrajectory]:
-        """Return the last captured trajectory that began before the offset `turns_until`, and the last ingested one
-        before `trajectories_until`; neither for an offset of None.
-        """
-        table = trajectories.c
-        peers: list[ClosedTrajectory] = []
-        if turns_until is not None:
-            captured = self._query(table.began < turns_until)
-            peers += await self._read(captured.order_by(table.began.desc(), *_DESCENDING).limit(1))
-        if trajectories_until is not None:
-            ingested = self._query(table.began.is_(None), table.place < trajectories_until)
-            peers += await self._read(ingested.order_by(table.place.desc(), *_DESCENDING).limit(1))
-        return peers
+    def _note_limit(self, closed_together: int) -> None:
+        if closed_together >= _TOGETHER_MAX:
+            log.warning("closed_together_limit", session=self.session[0], most=_TOGETHER_MAX)
 
     async def _first_after(self, peer: ClosedTrajectory) -> list[ClosedTrajectory]:
         """Return, as a list of at most one, the captured trajectory of the session that began next after `peer`."""
-        later = self._query(trajectories.c.began > peer.began) if peer.began is not None else None
-        return [] if later is None else await self._read(later.order_by(trajectories.c.began, *_PEER).limit(1))
-
-    async def _successors(self, time_ms: int) -> list[ClosedTrajectory]:
-        """Return, for each trajectory closed at `time_ms`, the one that began, or was ingested, next after it."""
-        session_key, tenant = self.session
-        table, later = trajectories.c, trajectories.alias()
-        in_session = later.c.session_key == session_key, later.c.tenant == tenant
-        member = self._query(table.time_ms == time_ms).order_by(table.place.desc()).limit(_TOGETHER_MAX).subquery()
-        next_began = select(func.min(later.c.began)).where(*in_session, later.c.began > member.c.began)
-        next_place = select(func.min(later.c.place)).where(
-            *in_session, later.c.began.is_(None), later.c.place > member.c.place
-        )
-        captured = select(next_began.scalar_subquery()).where(member.c.began.is_not(None))
-        ingested = select(next_place.scalar_subquery()).where(member.c.began.is_(None))
-        return [
-            *await self._read(self._query(table.began.in_(captured))),
-            *await self._read(self._query(table.began.is_(None), table.place.in_(ingested))),
-        ]
+        later = _peers(_CLOSED.began > peer.began) if peer.began is not None else None
+        return [] if later is None else await self._read(later.order_by(_CLOSED.began, *_PEER).limit(1))
 
     async def _time_after(self, time_ms: int) -> int | None:
         """Return the first closing time from `time_ms` on, or the last closing time if there is none."""
-        after = await self._extreme(func.min, trajectories.c.time_ms >= time_ms)
+        after = await self._extreme(func.min, _CLOSED.time_ms >= time_ms)
         return await self._extreme(func.max) if after is None else after
 
     async def _extreme(self, extreme: Any, *conditions: Condition) -> int | None:
         session_key, tenant = self.session
-        table = trajectories.c
-        in_session = table.session_key == session_key, table.tenant == tenant
-        time_ms: int | None = await self.tx.scalar(select(extreme(table.time_ms)).where(*in_session, *conditions))
+        in_session = _CLOSED.session_key == session_key, _CLOSED.tenant == tenant
+        time_ms: int | None = await self.tx.scalar(select(extreme(_CLOSED.time_ms)).where(*in_session, *conditions))
         return time_ms
 
     async def _is_first_ingested(self, new: ClosedTrajectory) -> bool:
-        earlier = self._query(trajectories.c.began.is_(None), trajectories.c.place < new.offset).limit(1)
-        return not await self._read(earlier)
-
-
-_DESCENDING = tuple(column.desc() for column in _PEER)
+        return not await self._read(_peers(_CLOSED.began.is_(None), _CLOSED.place < new.offset).limit(1))
 
 
 async def closed_rows(tx: AsyncConnection, trajectory_ids: Collection[str]) -> dict[str, ClosedTrajectory]:
@@ -215,18 +224,16 @@ class SessionFeedback:
     tx: AsyncConnection
     session: Session
 
-    async def exists(self) -> bool:
-        """Return whether there is feedback about the session as a whole."""
-        return await self.tx.scalar(self._query().limit(1)) is not None
-
-    async def placed_by_time(self, most: int) -> list[FeedbackPosition]:
+    async def placed_by_time(self, most: int) -> list[FeedbackPosition] | None:
         """Return the positions of the newest `most` feedback events that came without offsets from a gateway.
 
         Only the times of such events show which run they are about. If there are more such events, one more is
-        returned.
+        returned. The result is None if there is no feedback about the session as a whole.
         """
-        query = self._query(feedback.c.turns_until.is_(None)).order_by(feedback.c.place.desc())
-        return await self._read(query.limit(most + 1))
+        session_key, tenant = self.session
+        rows = await self.tx.execute(_newest_by_time(most), {"session_key": session_key, "tenant": tenant})
+        positions = {row[0]: FeedbackPosition(*row) for row in rows}
+        return [item for item in positions.values() if item.turns_until is None] if positions else None
 
     async def placed_in(self, ranges: Iterable[FeedbackRange]) -> list[FeedbackPosition]:
         """Return the positions of the newest `_PLACED_MAX` feedback events in each range."""
@@ -247,6 +254,16 @@ class SessionFeedback:
 
     async def _read(self, query: Select[Any]) -> list[FeedbackPosition]:
         return [FeedbackPosition(*row) for row in await self.tx.execute(query)]
+
+
+@cache
+def _newest_by_time(most: int) -> CompoundSelect[Any]:
+    """Return the statement of `placed_by_time`, with any one position in addition."""
+    table = feedback.c
+    of_session = table.session_key == bindparam("session_key"), table.tenant == bindparam("tenant")
+    general = select(*POSITION).where(*of_session, table.lists_turns.is_(False))
+    by_time = general.where(table.turns_until.is_(None)).order_by(table.place.desc())
+    return _united(by_time.limit(most + 1), general.limit(1))
 
 
 def _conditions(item: FeedbackRange) -> list[Condition]:
@@ -276,23 +293,24 @@ async def general_positions(
     """
     positions: dict[str, tuple[ClosedRuns, list[FeedbackPosition]]] = {}
     rows = await closed_rows(tx, [trajectory.trajectory_id for trajectory in stored])
-    by_time: dict[Session, list[FeedbackPosition]] = {}
+    by_time: dict[Session, list[FeedbackPosition] | None] = {}
     together: dict[tuple[Session, int], tuple[ClosedRuns, list[FeedbackPosition]]] = {}
     for trajectory in stored:
         session, row = session_of(trajectory), rows[trajectory.trajectory_id]
         about = SessionFeedback(tx, session)
-        if session not in by_time and await about.exists():
-            by_time[session] = await about.placed_by_time(by_time_max)
         if session not in by_time:
+            by_time[session] = await about.placed_by_time(by_time_max)
+        placed_by_time = by_time[session]
+        if placed_by_time is None:
             positions[row.trajectory_id] = ClosedRuns(()), []
             continue
         key = session, row.time_ms
         if is_new or key not in together:
             new = row if is_new else None
             neighbours = ClosedNeighbours(tx, session)
-            peers = await neighbours.peers_at(row.time_ms, new, by_time=bool(by_time[session]))
+            peers = await neighbours.peers_at(row.time_ms, new, by_time=bool(placed_by_time))
             ranges = peers.ranges(row.time_ms, row.trajectory_id if is_new else "")
-            together[key] = peers, [*await about.placed_in(ranges), *by_time[session]]
+            together[key] = peers, [*await about.placed_in(ranges), *placed_by_time]
         positions[row.trajectory_id] = together[key]
     return positions
 

@@ -22,7 +22,7 @@ from headrace_schemas import DeadLetter, Feedback, Trajectory
 from headrace_schemas.values.text import printable
 from headrace_scorer.feedback_entries import Answer
 from headrace_scorer.feedback_matching import EVENTS_MAX, PlacedFeedback
-from headrace_scorer.schema import REMATCH, feedback, listed, trajectories, turn_owners, turns
+from headrace_scorer.schema import feedback, listed, trajectories, turn_owners, turns
 
 log = get_logger(__name__)
 _CACHED_MAX = 256
@@ -251,22 +251,6 @@ async def load_feedback(tx: AsyncConnection, names: Iterable[str]) -> dict[str, 
                 continue
             records[name] = PlacedFeedback(event, place, turns_until, trajectories_until, len(payload))
     return records
-
-
-async def mark_for_rematch(tx: AsyncConnection, tenant: str, task_id: str, partition: int) -> None:
-    """Mark the trajectories of a task for a later match with feedback, because new feedback is about all of them."""
-    table = trajectories.c
-    of_task = (table.tenant == tenant) & (table.task_id == task_id) & (table.partition == partition)
-    await tx.execute(update(trajectories).where(of_task, table.rematch.is_(False)).values(rematch=True))
-
-
-async def take_for_rematch(tx: AsyncConnection, most: int) -> Sequence[str]:
-    """Remove the mark from up to `most` trajectories marked for a rematch, and return their ids."""
-    marked = select(trajectories.c.trajectory_id).where(REMATCH).order_by(trajectories.c.trajectory_id).limit(most)
-    names = list((await tx.execute(marked.with_for_update(skip_locked=True))).scalars())
-    if names:
-        await tx.execute(update(trajectories).where(trajectories.c.trajectory_id.in_(names)).values(rematch=False))
-    return names
 
 
 async def trajectories_with(tx: AsyncConnection, turn_ids: Collection[str], tenant: str) -> Sequence[str]:

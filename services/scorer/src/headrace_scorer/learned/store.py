@@ -178,7 +178,7 @@ async def wait_for_thumbs(tx: AsyncConnection, tenant: str, source: str) -> None
 
 
 async def mark_for_rescoring(tx: AsyncConnection, tenant: str, most: int) -> None:
-    """Mark the newest `most` runs of a tenant for `store.take_for_rematch`, which matches and scores them again."""
+    """Mark the newest `most` runs of a tenant, so that `rematches.take` returns them to be matched and scored again."""
     runs = run_features.c
     newest = (
         select(runs.trajectory_id)
