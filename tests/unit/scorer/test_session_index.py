@@ -13,15 +13,17 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from sqlalchemy import event as sql_event
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
 from headrace_schemas import Trajectory
-from headrace_scorer import feedback_matching, ledger, schema, session_index, store
+from headrace_scorer import feedback_matching, ledger, rematches, schema, session_index, store
 from headrace_scorer.feedback_matching import ClosedRuns, ClosedTrajectory, PlacedFeedback
 from tests.support.streams import Service, bench
 from tests.support.turns import START, ask, closed, feedback, user
 from tests.unit.scorer.conftest import Open, rematch_of
+from tests.unit.scorer.test_store import keep
 
 NOW = START + timedelta(seconds=100)
 
@@ -116,3 +118,58 @@ async def test_a_record_costs_the_same_however_many_runs_and_feedback_its_sessio
             await rig.stream.step(rematch_of(rig))
     early, late = sorted(costs[60:80])[10], sorted(costs[100:])[10]
     assert late < 1.1 * early
+
+
+async def test_the_runs_of_a_task_are_matched_again_once_for_each_feedback(tx: AsyncConnection) -> None:
+    for name, task in (("a", "known"), ("b", "known"), ("c", "known"), ("d", "another")):
+        await keep(tx, closed(session=name, trajectory_id=name, task_id=task))
+    assert await rematches.take(tx, 9) == ([], False), "there was no feedback"
+    await rematches.add_task(tx, "default", "known", 0)
+    assert await rematches.take(tx, 2) == (["a", "b"], True)
+    assert await rematches.take(tx, 2) == (["c"], False)
+    assert await rematches.take(tx, 2) == ([], False)
+
+
+async def test_feedback_about_a_task_changes_one_row_however_many_runs_it_has(tx: AsyncConnection) -> None:
+    """And a stream of feedback about the task keeps no run from being matched again."""
+    names = [f"run {number:03}" for number in range(200)]
+    for name in names:
+        await keep(tx, closed(session=name, trajectory_id=name, task_id="t"))
+    changes = event_changes(tx)
+    taken: list[str] = []
+    for _ in range(9):
+        changes.clear()
+        await rematches.add_task(tx, "default", "t", 0)
+        assert sum(changes) == 1
+        some, has_more = await rematches.take(tx, 25)
+        assert len(some) <= 25
+        taken += some
+    assert sorted(set(taken)) == names
+    last = list(some)
+    while has_more:
+        some, has_more = await rematches.take(tx, 25)
+        last += some
+    assert sorted(last) == names, "the last feedback is matched with each run once"
+
+
+def event_changes(tx: AsyncConnection) -> list[int]:
+    """Return a list to which each later change of rows adds their number."""
+    changes: list[int] = []
+
+    def note(_connection: Any, cursor: Any, statement: str, *_rest: Any) -> None:
+        if statement.startswith(("UPDATE", "INSERT", "DELETE")):
+            changes.append(cursor.rowcount)
+
+    assert tx.sync_connection is not None
+    sql_event.listen(tx.sync_connection, "after_cursor_execute", note)
+    return changes
+
+
+async def test_tenants_take_turns_in_rematches(tx: AsyncConnection) -> None:
+    for number in range(40):
+        await keep(tx, closed(session=f"s{number}", trajectory_id=f"run {number:02}", task_id=f"t{number}"))
+        await rematches.add_task(tx, "default", f"t{number}", 0)
+    await rematches.take(tx, 5)
+    await keep(tx, closed(session="other", trajectory_id="run of another", task_id="t", tenant="acme"))
+    await rematches.add_task(tx, "acme", "t", 0)
+    assert "run of another" in (await rematches.take(tx, 5))[0]

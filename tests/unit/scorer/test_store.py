@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from alembic import command
-from sqlalchemy import event as sql_event
 from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -26,7 +25,7 @@ from headrace_schemas import DeadLetter, Event, Experience, Feedback, Reward, Tr
 from headrace_schemas.events.feedback import task_key
 from headrace_schemas.events.opinion import ComparedAnswer, Preference
 from headrace_schemas.values import ids
-from headrace_scorer import ledger, rematches, schema, session_index, store
+from headrace_scorer import ledger, schema, session_index, store
 from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.feedback_matching import FeedbackPosition, PlacedFeedback
 from tests.support.streams import Service, bench
@@ -176,61 +175,6 @@ async def test_feedback_about_a_task_is_read_in_the_partition_of_the_trajectory(
     assert {name: [record.offset for record in of_run] for name, of_run in records.items()} == {"a": [10], "b": [11]}
     assert (await session_index.feedback_about_tasks(tx, {"a": ("other tenant", "t")})).get("a", []) == []
     assert (await session_index.feedback_about_tasks(tx, {"a": ("default", "another")})).get("a", []) == []
-
-
-async def test_the_runs_of_a_task_are_matched_again_once_for_each_feedback(tx: AsyncConnection) -> None:
-    for name, task in (("a", "known"), ("b", "known"), ("c", "known"), ("d", "another")):
-        await keep(tx, closed(session=name, trajectory_id=name, task_id=task))
-    assert await rematches.take(tx, 9) == ([], False), "there was no feedback"
-    await rematches.add_task(tx, "default", "known", 0)
-    assert await rematches.take(tx, 2) == (["a", "b"], True)
-    assert await rematches.take(tx, 2) == (["c"], False)
-    assert await rematches.take(tx, 2) == ([], False)
-
-
-async def test_feedback_about_a_task_changes_one_row_however_many_runs_it_has(tx: AsyncConnection) -> None:
-    """And a stream of feedback about the task keeps no run from being matched again."""
-    names = [f"run {number:03}" for number in range(200)]
-    for name in names:
-        await keep(tx, closed(session=name, trajectory_id=name, task_id="t"))
-    changes = event_changes(tx)
-    taken: list[str] = []
-    for _ in range(9):
-        changes.clear()
-        await rematches.add_task(tx, "default", "t", 0)
-        assert sum(changes) == 1
-        some, has_more = await rematches.take(tx, 25)
-        assert len(some) <= 25
-        taken += some
-    assert sorted(set(taken)) == names
-    last = list(some)
-    while has_more:
-        some, has_more = await rematches.take(tx, 25)
-        last += some
-    assert sorted(last) == names, "the last feedback is matched with each run once"
-
-
-def event_changes(tx: AsyncConnection) -> list[int]:
-    """Return a list to which each later change of rows adds their number."""
-    changes: list[int] = []
-
-    def note(_connection: Any, cursor: Any, statement: str, *_rest: Any) -> None:
-        if statement.startswith(("UPDATE", "INSERT", "DELETE")):
-            changes.append(cursor.rowcount)
-
-    assert tx.sync_connection is not None
-    sql_event.listen(tx.sync_connection, "after_cursor_execute", note)
-    return changes
-
-
-async def test_tenants_take_turns_in_rematches(tx: AsyncConnection) -> None:
-    for number in range(40):
-        await keep(tx, closed(session=f"s{number}", trajectory_id=f"run {number:02}", task_id=f"t{number}"))
-        await rematches.add_task(tx, "default", f"t{number}", 0)
-    await rematches.take(tx, 5)
-    await keep(tx, closed(session="other", trajectory_id="run of another", task_id="t", tenant="acme"))
-    await rematches.add_task(tx, "acme", "t", 0)
-    assert "run of another" in (await rematches.take(tx, 5))[0]
 
 
 async def test_the_last_few_trajectories_are_read_from_memory(tx: AsyncConnection) -> None:

@@ -68,25 +68,6 @@ def test_an_adapter_becomes_a_version_of_its_base(importer: Importer, models: Mo
     assert stored_manifest.fingerprint.logprobs == pytest.approx(answered, abs=1e-4)
 
 
-@pytest.mark.parametrize("is_exported", [False, True], ids=["folder", "export"])
-def test_weights_are_never_in_memory_as_a_whole_file(
-    importer: Importer, models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_exported: bool
-) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(models.first.folder, folder)
-    if is_exported:
-        (folder / MANIFEST_FILE).write_bytes(models.first.manifest.canonical_json())
-    read_bytes = Path.read_bytes
-
-    def read_other_files(path: Path) -> bytes:
-        assert path.suffix != ".safetensors", f"{path} was read whole"
-        return read_bytes(path)
-
-    monkeypatch.setattr(Path, "read_bytes", read_other_files)
-    stored = take(importer, folder, **({"name": None} if is_exported else {}))
-    assert models.blobs.holds(next(file.blob for file in manifest(models, stored).files if "safetensors" in file.path))
-
-
 def _config(**changes: object) -> Change:
     return _json("config.json", **changes)
 
@@ -246,6 +227,17 @@ def test_an_exported_folder_is_the_very_same_version_elsewhere(models: Models, t
     assert versions.unpack(elsewhere, stored_manifest, tmp_path / "again").joinpath("model.safetensors").exists()
 
 
+def test_weights_are_never_in_memory_as_a_whole_file(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, read_bytes = exported(models, tmp_path / "exported"), Path.read_bytes
+    elsewhere = BlobStore((tmp_path / "blobs").as_uri())
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"" if path.suffix == ".safetensors" else read_bytes(path))
+    for name in (None, "opponent"):
+        Importer(elsewhere, InferenceSettings()).import_folder(FolderLine(folder=str(folder), name=name))
+        assert all(elsewhere.holds(file.blob) for file in models.first.manifest.files)
+
+
 def flips(folder: Path, chance: random.Random, count: int) -> Iterator[tuple[Path, int, int]]:
     """Yield the file, offset and bit of `count` faults, spread over all files."""
     files = sorted(path for path in folder.iterdir() if path.name != MANIFEST_FILE and path.stat().st_size)
@@ -256,8 +248,7 @@ def flips(folder: Path, chance: random.Random, count: int) -> Iterator[tuple[Pat
 
 def test_flipped_bytes_of_an_exported_folder_are_refused_by_name(models: Models, tmp_path: Path) -> None:
     """Flip 300 single bits, spread over all files."""
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+    print(f"seed {(seed := random.randrange(2**32))}")
     folder = exported(models, tmp_path / "exported")
     elsewhere = BlobStore((tmp_path / "blobs").as_uri())
     importer = Importer(elsewhere, InferenceSettings())
