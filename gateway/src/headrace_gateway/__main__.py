@@ -1,4 +1,4 @@
-"""`python -m headrace_gateway`."""
+"""Program of the gateway: `python -m headrace_gateway`."""
 
 from headrace_gateway import INFO
 from headrace_gateway.settings import GatewaySettings

@@ -1,4 +1,5 @@
-"""Composition root of the gateway: its parts, the tasks that run beside its HTTP server, and their shutdown order."""
+"""Composition root of the gateway: its objects, the tasks that run next to its HTTP server, and the order of their
+shutdown."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from starlette.types import ASGIApp
 
 from headrace_gateway import metrics
 from headrace_gateway.access.keys import KeyRing, read_keys, share_of_tenant
-from headrace_gateway.access.limits import RequestLimits, within_descriptors
+from headrace_gateway.access.limits import RequestLimits, limit_to_descriptors
 from headrace_gateway.apis.admission import Admission
 from headrace_gateway.apis.responses_api.recalled import recall_turns
 from headrace_gateway.capture.captured_turns import CapturedTurns
@@ -47,13 +48,14 @@ from headrace_schemas.rules.ingest import KnownModels
 
 SOURCE = "headrace/gateway"
 _SPOOL_SHARE = 0.5
-"""Part of `disk_free_bytes_min` that stays free of the spool: a bus that refuses records earlier is outlived."""
+"""Part of `disk_free_bytes_min` that the spool never uses. The bus then refuses records for lack of space first, and
+the spool can still store them."""
 log = get_logger(__name__)
 
 
 async def run(common: Common, settings: GatewaySettings) -> None:
-    """Serve until cancelled. Then open requests end first, and events that were not sent to the bus stay in the
-    spool."""
+    """Serve requests until cancelled. On shutdown, open requests are completed first, and events that were not sent to
+    the bus stay in the spool."""
     logging.getLogger("uvicorn.error").addFilter(_is_worth_logging)
     keys = read_keys(settings)
     values = common.section_of("scorer", SourceValues)
@@ -61,7 +63,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
     blobs = BlobStore.open(common)
     clock = SystemClock()
     limits = RequestLimits(
-        within_descriptors(settings.limits_total),
+        limit_to_descriptors(settings.limits_total),
         clock,
         tenant_share=share_of_tenant(settings, keys),
         bytes_per_hour=settings.capture.tenant_bytes_per_hour,
@@ -104,7 +106,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
         routing = TopicTable(Routing, common.bus, SOURCE, blobs, refuse, routed)
         trust = ReplicaTrust(common.security)
         replicas = TopicTable(Replica, common.bus, SOURCE, blobs, refuse, replica_changed, trust.accepts)
-        known_folder, late_s = known_folder_of(common, settings), settings.capture.bus_wait_s
+        known_folder, late_s = local_copies_folder(common, settings), settings.capture.bus_wait_s
         routing_cache = TableCache(Routing, known_folder / "routing", routing, routed, late_s)
         replica_cache = TableCache(Replica, known_folder / "replicas", replicas, replica_changed, late_s, trust.accepts)
         catalog = ModelCatalog(
@@ -119,7 +121,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
         async def known_models(model: str) -> KnownModels:
             try:
                 return await versions.models(model)
-            except Unavailable:  # the scorer checks everything again
+            except Unavailable:  # the scorer repeats the check
                 return KnownModels()
 
         captured = CapturedTurns(settings.capture.references_bytes_max, recalls=True)
@@ -144,7 +146,7 @@ async def run(common: Common, settings: GatewaySettings) -> None:
         try:
             async with (
                 web.serve(app, settings, common.security) as port,
-                trinity_door(app, settings, common.security) as trinity_port,
+                serve_trinity_port(app, settings, common.security) as trinity_port,
             ):
                 log.info("listening", host=settings.host, port=port, trinity_port=trinity_port, keys=len(keys))
                 await asyncio.Event().wait()
@@ -154,12 +156,13 @@ async def run(common: Common, settings: GatewaySettings) -> None:
             await asyncio.wait(beside)
 
 
-def trinity_door(
+def serve_trinity_port(
     app: ASGIApp, settings: GatewaySettings, security: SecuritySettings | None = None
 ) -> AbstractAsyncContextManager[int]:
-    """Serve the same application at `gateway.trinity_port`, if it is set. The context yields the port, or 0.
+    """Serve the same application at a second port, `gateway.trinity_port`, if that is set. The context yields the port,
+    or 0.
 
-    This port must be opened after the main port, which uses the inherited socket if there is one.
+    Open this port after the main port, because a socket inherited from the supervisor belongs to the main port.
     """
     if not settings.trinity_port:
         return contextlib.nullcontext(0)
@@ -178,10 +181,10 @@ def spool_folder(common: Common, settings: GatewaySettings) -> Path:
     return Path(settings.capture.spool_dir or common.data_dir / "gateway" / "spool")
 
 
-def known_folder_of(common: Common, settings: GatewaySettings) -> Path:
-    """Return the folder of the tables' files and of the file with names that must not be recalled.
+def local_copies_folder(common: Common, settings: GatewaySettings) -> Path:
+    """Return the folder for copies of the topics `routing` and `replicas`, and for the ids of deleted responses.
 
-    The folder is beside the spool and, like the spool, belongs to one process.
+    The folder is a sibling of the spool and, like the spool, belongs to one process.
     """
     spool = spool_folder(common, settings)
     return spool.with_name(f"{spool.name}-known")

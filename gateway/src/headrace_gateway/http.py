@@ -1,4 +1,4 @@
-"""The HTTP application over its parts: every URL of the gateway, and the endpoints of the models."""
+"""HTTP application of the gateway with all its routes, and the endpoints of `/v1/models`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from headrace_gateway.access.refusals import crashed, is_anthropic, refused
+from headrace_gateway.access.refusals import internal_error_response, is_anthropic, refusal_response
 from headrace_gateway.apis.admission import Admission
 from headrace_gateway.apis.chat import Chat, TokenCounting, read_chat, reader
 from headrace_gateway.apis.messages_api.answers import read_messages
@@ -21,13 +21,13 @@ from headrace_gateway.apis.messages_api.request import parse_count
 from headrace_gateway.apis.responses_api.answers import read_responses
 from headrace_gateway.apis.responses_api.conversations import Conversations, StoredResponses
 from headrace_gateway.apis.responses_api.request import parse_input_tokens
-from headrace_gateway.apis.sessions_api import Lookup, SessionsApi, nothing_known
+from headrace_gateway.apis.sessions_api import Lookup, SessionsApi, no_known_models
 from headrace_gateway.apis.text_completions import read_completion
 from headrace_gateway.capture.captured_turns import CapturedTurns
 from headrace_gateway.capture.recent_turns import RecentTurns, RepeatedRequests, SignalsOf, no_signals
 from headrace_gateway.metrics import REQUESTS
 from headrace_gateway.requests.chat_messages import MessageMemory
-from headrace_gateway.requests.http_request import Prefixes, headers_of
+from headrace_gateway.requests.http_request import PathPrefixes, headers_of
 from headrace_gateway.requests.response_store import ResponseStore
 from headrace_gateway.routing.dispatch import Dispatchers
 from headrace_gateway.routing.engine import Engines
@@ -47,13 +47,13 @@ from headrace_schemas import Routing
 
 @dataclass(frozen=True, slots=True)
 class ModelsApi:
-    """The endpoints of the models, which read the routing table and need the scope `chat`."""
+    """Endpoints of `/v1/models`, which read the routing table and need the scope `chat`."""
 
     admission: Admission
     catalog: ModelCatalog
 
     async def list(self, request: Request) -> Response:
-        """Return all models that the caller may use."""
+        """Return the models that the caller may use."""
         caller = self.admission.caller(request.scope, headers_of(request.scope), "chat")
         rows = self.catalog.names(caller.may_use)
         if is_anthropic(request):
@@ -64,7 +64,7 @@ class ModelsApi:
         return JSONResponse({"object": "list", "data": [self._model(name, routing) for name, routing in rows]})
 
     async def get(self, request: Request) -> Response:
-        """Return one model, by any name that a call may use. Raises `ApiError` 404."""
+        """Return one model, by any name that a call may use for it. Raises `ApiError` 404."""
         caller = self.admission.caller(request.scope, headers_of(request.scope), "chat")
         name = request.path_params["model"]
         routing = self.catalog.routing_of(self.catalog.resolve(name, caller.may_use, by_agent=True))
@@ -93,16 +93,17 @@ class ModelsApi:
 
 
 _PARSE_THREADS = 2
-"""Threads that read large requests and answers outside of the event loop; one more takes those over 256 KiB."""
+"""Threads that parse large requests and answers outside of the event loop. One more thread parses those over 256
+KiB."""
 
 
 OTHER = "other"
-"""The metric label that unknown paths and some routes share."""
+"""Metric label of unknown paths and of some routes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of the gateway that outlive a request."""
+    """Objects of the gateway that all requests share."""
 
     settings: GatewaySettings
     admission: Admission
@@ -111,22 +112,22 @@ class Parts:
     engines: Engines
     clock: Clock
     common: Common | None = None
-    known_models: Lookup = nothing_known
+    known_models: Lookup = no_known_models
     signals_of: SignalsOf = no_signals
     values: SourceValues = field(default_factory=SourceValues)
     captured: CapturedTurns | None = None
-    """The remembered turns; None for an empty memory."""
+    """Remembered turns; None for an empty memory."""
     responses: ResponseStore | None = None
-    """The stored responses; None for an empty store."""
+    """Stored responses; None for an empty store."""
 
 
 async def _root(_request: Request) -> Response:
-    """Respond to clients that test whether the server is available before their first call, as Claude Code does."""
+    """Respond to clients that test before their first call whether the server is available, for example Claude Code."""
     return PlainTextResponse("Headrace gateway\n")
 
 
 def application(parts: Parts) -> ASGIApp:
-    """Return the ASGI application.
+    """Build the ASGI application with its routes and middleware.
 
     `/health` returns 200 while chat requests can be served and captured, also while the bus is unavailable.
     """
@@ -160,7 +161,7 @@ def application(parts: Parts) -> ASGIApp:
     models = ModelsApi(parts.admission, parts.catalog)
     publisher = parts.admission.publisher
     starlette = web.app(
-        {"routing": lambda: parts.catalog.is_ready, "capture": lambda: publisher.lacks_room or True},
+        {"routing": lambda: parts.catalog.is_ready, "capture": lambda: publisher.refusal_reason or True},
         [
             Route("/v1/chat/completions", chat, methods=["POST"], name="chat"),
             Route("/v1/completions", completions, methods=["POST"], name="completions"),
@@ -192,13 +193,14 @@ def application(parts: Parts) -> ASGIApp:
         needs_disk=False,
     )
     for refusal in (Refused, HTTPException):
-        starlette.add_exception_handler(refusal, refused)
-    starlette.add_exception_handler(Exception, crashed)
-    return Prefixes(Counting(starlette, starlette.routes))
+        starlette.add_exception_handler(refusal, refusal_response)
+    starlette.add_exception_handler(Exception, internal_error_response)
+    return PathPrefixes(RequestCounter(starlette, starlette.routes))
 
 
-class Counting:
-    """Middleware around the application. The label of a request is the name of its route, by the path alone."""
+class RequestCounter:
+    """Middleware that counts the responses in `headrace_gateway_requests_total`, labelled with the name of the route
+    and the status."""
 
     def __init__(self, app: ASGIApp, routes: Iterable[BaseRoute]) -> None:
         self._app = app
@@ -219,7 +221,7 @@ class Counting:
         return await self._app(scope, receive, counted)
 
     def label_of(self, path: str) -> str:
-        """Return the name of the route of a path, also for methods that the route refuses."""
+        """Return the name of the route that matches `path`, whatever the method of the request."""
         label = self._labels.get(path)
         if label is not None:
             return label

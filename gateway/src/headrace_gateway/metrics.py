@@ -1,4 +1,4 @@
-"""The gateway's own metrics."""
+"""Prometheus metrics of the gateway."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FIRST_CHUNK_SECONDS = Histogram(
 )
 CAPTURE_SECONDS = Histogram(
     "headrace_gateway_capture_seconds",
-    "From the last token to the durable turn: what P1 costs a client",
+    "From the last token to the durable turn, for which the client has to wait",
     buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
 )
 IGNORED_FIELDS = Counter(

@@ -1,4 +1,4 @@
-"""The `[gateway]` section. Every bound of the gateway is here."""
+"""Settings of the gateway: the section `[gateway]`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ Label = Annotated[str, Field(min_length=1, max_length=128, pattern=NAME)]
 
 @dataclass(frozen=True, slots=True)
 class RequestRules:
-    """Bounds and settings that decide which requests are accepted."""
+    """Limits and settings that decide whether a request is accepted."""
 
     choices_max: int = 16
     """Largest accepted `n` of a request."""
     json_values_max: int = 32_768
-    """Most values in the JSON of a request body, by the commas and brackets outside of strings: parsing costs that."""
+    """Maximum number of values in the JSON of a request body, estimated from its commas and brackets outside of
+    strings."""
     strict: bool = False
-    """Refuse each field that would be ignored."""
+    """Whether requests with ignored fields are refused."""
     media: Literal["refuse", "placeholder"] = "refuse"
     """Treatment of images, audio and files in messages."""
 
@@ -168,12 +169,12 @@ class GatewaySettings(ServiceSettings):
 
     @property
     def answers_to_any_name(self) -> bool:
-        """Whether the only model answers to all names that are not known."""
+        """Whether unknown model names refer to the only model while there is a single one."""
         if self.any_model_name == "auto":
             return is_loopback(self.host) and not (self.keys or self.keys_file or self.strict)
         return self.any_model_name == "always"
 
     @property
     def request_rules(self) -> RequestRules:
-        """The settings that decide which requests are accepted."""
+        """Settings that decide whether a request is accepted."""
         return RequestRules(strict=self.strict, media=self.media)

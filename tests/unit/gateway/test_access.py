@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from headrace_gateway.access.keys import ALL_SCOPES, Caller, KeyRing, read_keys
-from headrace_gateway.access.limits import Meter, RequestLimits, within_descriptors
+from headrace_gateway.access.limits import Meter, RequestLimits, limit_to_descriptors
 from headrace_gateway.access.refusals import ApiError
 from headrace_gateway.settings import GatewaySettings, KeySettings, LimitSettings
 from headrace_runtime.errors import SettingError
@@ -335,7 +335,7 @@ def given_descriptors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_the_process_asks_for_what_it_needs(given_descriptors: list[int]) -> None:
     limits = LimitSettings(concurrency=1000)
-    assert within_descriptors(limits) == limits
+    assert limit_to_descriptors(limits) == limits
     assert given_descriptors == [2128, 4096]
 
 
@@ -344,7 +344,7 @@ def test_what_the_system_does_not_give_lowers_the_concurrency(
     given_descriptors: list[int], hard: int, concurrency: int
 ) -> None:
     given_descriptors[:] = [hard // 2, hard]
-    assert within_descriptors(GatewaySettings().limits_total).concurrency == concurrency
+    assert limit_to_descriptors(GatewaySettings().limits_total).concurrency == concurrency
     assert given_descriptors == [hard, hard]
 
 
@@ -352,7 +352,7 @@ def test_what_the_system_does_not_give_lowers_the_concurrency(
 def test_what_is_enough_is_left_alone(given_descriptors: list[int], soft: int) -> None:
     given_descriptors[:] = [soft, resource.RLIM_INFINITY]
     limits = GatewaySettings().limits_total
-    assert within_descriptors(limits) == limits
+    assert limit_to_descriptors(limits) == limits
     assert given_descriptors == [soft, resource.RLIM_INFINITY]
 
 

@@ -21,7 +21,7 @@ import pytest
 from headrace_gateway.access.refusals import ApiError
 from headrace_gateway.requests.chat_messages import MessageMemory
 from headrace_gateway.requests.chat_request import HARMLESS, NEUTRAL, ChatRequest, parse_chat
-from headrace_gateway.requests.http_request import decoded
+from headrace_gateway.requests.http_request import decompress
 from headrace_gateway.settings import LimitSettings
 from headrace_schemas import Message, Sampling
 from tests.support.fake_replica import Called, FakeReplica
@@ -212,10 +212,10 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "deflate
 def test_a_body_comes_back_up_to_its_bound_and_not_beyond(encoding: str) -> None:
     data = b"abc" * 1000
     compressed = COMPRESS[encoding](data)
-    assert decoded(compressed, encoding, len(data)) == data
+    assert decompress(compressed, encoding, len(data)) == data
     for bomb in (compressed, COMPRESS[encoding](b"0" * 50_000_000)):
         with pytest.raises(ApiError) as caught:
-            decoded(bomb, encoding, len(data) - 1)
+            decompress(bomb, encoding, len(data) - 1)
         assert (caught.value.status, caught.value.code) == (413, "body_too_large")
 
 
@@ -224,18 +224,18 @@ def test_a_damaged_body_is_refused(encoding: str) -> None:
     compressed = COMPRESS[encoding](b"abc" * 1000)
     for damaged in (b"no such thing", compressed[:-4]):
         with pytest.raises(ApiError) as caught:
-            decoded(damaged, encoding, 100_000)
+            decompress(damaged, encoding, 100_000)
         assert (caught.value.status, caught.value.code) == (400, "invalid_encoding")
 
 
 def test_a_gzip_body_may_have_several_members() -> None:
-    assert decoded(gzip.compress(b"a") + gzip.compress(b"b"), "gzip", 10) == b"ab"
+    assert decompress(gzip.compress(b"a") + gzip.compress(b"b"), "gzip", 10) == b"ab"
 
 
 def test_a_gzip_body_of_very_many_members_is_refused() -> None:
     """Decompression copies the rest of the body for each member: 8 MB of empty members took minutes in one thread."""
     with pytest.raises(ApiError, match="more than 100 gzip members") as caught:
-        decoded(gzip.compress(b"") * 200_000, "gzip", 8_000_000)
+        decompress(gzip.compress(b"") * 200_000, "gzip", 8_000_000)
     assert (caught.value.status, caught.value.code) == (400, "invalid_encoding")
 
 
@@ -347,8 +347,11 @@ def test_functions_are_the_tools_of_the_request() -> None:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"functions": [SEARCH], "tools": [{"type": "function", "function": SEARCH}]}, "functions: tools are in their"),
-        ({"functions": [SEARCH], "tool_choice": "auto"}, "functions: tools are in their place"),
+        (
+            {"functions": [SEARCH], "tools": [{"type": "function", "function": SEARCH}]},
+            "functions: must not be sent together",
+        ),
+        ({"functions": [SEARCH], "tool_choice": "auto"}, "functions: must not be sent together with tools"),
         ({"functions": [SEARCH], "function_call": {"name": "other"}}, "function_call: names a function"),
         ({"function_call": {"name": "other"}}, "function_call: names a function"),
         ({"functions": [SEARCH], "function_call": "required"}, "function_call"),

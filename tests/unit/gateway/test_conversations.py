@@ -126,7 +126,7 @@ async def test_a_failed_call_leaves_the_conversation_as_it_was(tmp_path: Path) -
 async def test_the_conversation_and_the_previous_response_exclude_each_other(tmp_path: Path) -> None:
     async with served(tmp_path, FakeReplica()) as (_, client):
         conversation = await client.conversations.create()
-        with pytest.raises(openai.BadRequestError, match="conversation: has the earlier items"):
+        with pytest.raises(openai.BadRequestError, match="conversation: previous_response_id names the earlier items"):
             await client.responses.create(
                 model="tiny", input="a", conversation=conversation.id, previous_response_id="chatcmpl-1"
             )

@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from headrace_gateway import http as gateway_http
-from headrace_gateway.app import trinity_door
+from headrace_gateway.app import serve_trinity_port
 from headrace_gateway.settings import GatewaySettings, LimitSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import (
@@ -292,13 +292,16 @@ async def test_chat_has_a_short_name(tmp_path: Path) -> None:
 async def test_the_same_pages_are_at_a_second_port_when_it_is_asked_for() -> None:
     app = Starlette(routes=[Route("/commit", lambda _: JSONResponse({"status": "success"}), methods=["POST"])])
     port = free_port()
-    async with trinity_door(app, GatewaySettings(port=0, trinity_port=port)) as opened, httpx2.AsyncClient() as client:
+    async with (
+        serve_trinity_port(app, GatewaySettings(port=0, trinity_port=port)) as opened,
+        httpx2.AsyncClient() as client,
+    ):
         assert opened == port
         assert (await client.post(f"http://127.0.0.1:{port}/commit")).json() == {"status": "success"}
 
 
 async def test_there_is_none_otherwise() -> None:
-    async with trinity_door(Starlette(), GatewaySettings()) as opened:
+    async with serve_trinity_port(Starlette(), GatewaySettings()) as opened:
         assert opened == 0
 
 
@@ -336,5 +339,5 @@ def test_a_new_route_without_a_name_is_counted_under_that_of_its_endpoint() -> N
     async def embeddings(_request: object) -> JSONResponse:
         return JSONResponse({})
 
-    counting = gateway_http.Counting(Mock(), [Route("/v1/embeddings", embeddings, methods=["POST"])])
+    counting = gateway_http.RequestCounter(Mock(), [Route("/v1/embeddings", embeddings, methods=["POST"])])
     assert counting.label_of("/v1/embeddings") == "embeddings"

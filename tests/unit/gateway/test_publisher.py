@@ -179,7 +179,7 @@ async def test_a_full_spool_refuses_new_work_loudly(tmp_path: Path) -> None:
             publisher.admit("default")
         assert (caught.value.status, caught.value.retry_after_s) == (503, 5)
         bus.back.set()
-        await until(lambda: publisher.lacks_room is None)
+        await until(lambda: publisher.refusal_reason is None)
         publisher.admit("default")
 
 

@@ -87,7 +87,7 @@ async def test_a_disk_without_room_matters_only_while_events_go_to_it(
         publisher = publisher_of(connections, spool)
 
         def lack() -> str | None:
-            return publisher.lacks_room
+            return publisher.refusal_reason
 
         monkeypatch.setattr(Spool, "trouble", "no room")
         assert lack() == "no room", "there is no connection yet"
@@ -111,13 +111,13 @@ async def test_a_full_spool_that_is_being_sent_does_not_blame_the_bus(tmp_path: 
                 await until(lambda: publisher.connected)
                 await publisher.publish(feedback(0))
         await fill(publisher, spool)
-        assert "the bus is away" in str(publisher.lacks_room), "there is no connection"
+        assert "the bus is unavailable" in str(publisher.refusal_reason), "there is no connection"
         connections.taking.clear()
         async with running(publisher):
             await until(lambda: publisher.connected)
-            assert "is being sent to the bus" in str(publisher.lacks_room)
+            assert "is being sent to the bus" in str(publisher.refusal_reason)
             connections.taking.set()
-            await until(lambda: publisher.lacks_room is None)
+            await until(lambda: publisher.refusal_reason is None)
 
 
 async def test_a_bus_that_takes_nothing_of_the_spool_for_long_is_away(tmp_path: Path) -> None:
@@ -128,9 +128,9 @@ async def test_a_bus_that_takes_nothing_of_the_spool_for_long_is_away(tmp_path: 
         await fill(publisher, spool)
         async with running(publisher):
             await until(lambda: publisher.connected)
-            await until(lambda: "the bus is away" in str(publisher.lacks_room))
+            await until(lambda: "the bus is unavailable" in str(publisher.refusal_reason))
             connections.taking.set()
-            await until(lambda: publisher.lacks_room is None)
+            await until(lambda: publisher.refusal_reason is None)
 
 
 async def test_a_bus_that_did_not_take_the_last_event_is_away(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ async def test_a_bus_that_did_not_take_the_last_event_is_away(tmp_path: Path) ->
             await until(lambda: publisher.connected)
             connections.taking.clear()
             await fill(publisher, spool)
-            assert "the bus is away" in str(publisher.lacks_room)
+            assert "the bus is unavailable" in str(publisher.refusal_reason)
 
 
 async def test_one_of_several_tenants_may_fill_its_part_and_not_a_byte_more(

@@ -218,10 +218,10 @@ async def test_one_tenant_cannot_take_the_whole_spool_and_a_refusal_says_why(tmp
         publisher = Publisher(lambda: ListProducer(bus, blobs), spool, settings, send_timeout_s=0.2, tenants=2)
         hostile_feedback = feedback(0.0).model_copy(update={"tenant": "hostile", "comment": "x" * 2000})
         await publisher.publish(hostile_feedback)
-        assert "tenant's part of the spool is full and the bus is away" in refusal_text("hostile")
+        assert "tenant's part of the spool (half of capture.spool_bytes_max) is full" in refusal_text("hostile")
         assert refusal_text("other") == ""
         await publisher.publish(hostile_feedback, hostile_feedback)
-        assert "the spool is full and the bus is away" in refusal_text("other")
+        assert "the spool is full and the bus is unavailable" in refusal_text("other")
     async with Spool(tmp_path / "spool", 4000) as spool:
         publisher = Publisher(lambda: ListProducer(bus, blobs), spool, settings, send_timeout_s=0.2, tenants=2)
         draining = asyncio.create_task(publisher.run())
@@ -230,7 +230,7 @@ async def test_one_tenant_cannot_take_the_whole_spool_and_a_refusal_says_why(tmp
         await until(lambda: spool.events == 0 and publisher._shares.of("hostile") == 0)
         assert refusal_text("hostile") == ""
         publisher._shares.load({"hostile": 5000})
-        assert "the bus, which is there" in refusal_text("hostile"), "nobody says that the bus is away when it is not"
+        assert "the bus, which is available again" in refusal_text("hostile"), "the bus is available"
         draining.cancel()
         await asyncio.wait([draining])
 

@@ -16,11 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.types import Message, Receive, Scope, Send
 
-from headrace_gateway.capture.spool import in_stages
+from headrace_gateway.capture.spool import split_into_stages
 from headrace_gateway.capture.transcript import Transcript
 from headrace_gateway.requests.client_connection import EventTooLarge, Splitter, encode_event
 from headrace_gateway.requests.engine_wire import EngineAnswer
-from headrace_gateway.requests.http_request import KEY, SESSION, Prefixes
+from headrace_gateway.requests.http_request import KEY, SESSION, PathPrefixes
 from headrace_schemas import Event, Feedback, SessionEnd
 from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
@@ -107,7 +107,7 @@ async def seen(path: str) -> Scope:
     async def nowhere(_message: Message) -> None:
         raise AssertionError("nothing is sent here")
 
-    await Prefixes(app)({"type": "http", "path": path, "raw_path": path.encode()}, nothing, nowhere)
+    await PathPrefixes(app)({"type": "http", "path": path, "raw_path": path.encode()}, nothing, nowhere)
     return scopes[0]
 
 
@@ -155,7 +155,7 @@ def commit() -> SessionEnd:
 
 def stages(events: list[Event]) -> list[list[int]]:
     """Return the stages that `events` are sent in, as lists of indices into `events`."""
-    return in_stages(list(range(len(events))), lambda index: events[index])
+    return split_into_stages(list(range(len(events))), lambda index: events[index])
 
 
 def test_sessions_owe_each_other_nothing_and_an_end_waits_for_its_own_events() -> None:

@@ -35,8 +35,9 @@ class Caller:
     models: frozenset[str] = frozenset()
 
     @property
-    def is_open(self) -> bool:
-        """Whether the caller sent no key that this gateway knows."""
+    def is_anonymous(self) -> bool:
+        """Whether the caller is anonymous, because no keys are configured and the request does not carry the internal
+        key."""
         return self.key_id == "open"
 
     def may_use(self, model: str) -> bool:
@@ -44,18 +45,19 @@ class Caller:
         return not self.models or model in self.models
 
     def require_scope(self, scope: Scope) -> None:
-        """Check that the key has `scope`. The scope `admin` includes all others.
+        """Check that the key has `scope` or the scope `admin`, which includes all others.
 
         Raises:
             ApiError: 403, or 401 for a request without a key.
         """
         if scope not in self.scopes and "admin" not in self.scopes:
-            if self.is_open:
-                raise ApiError(401, "missing_api_key", "this needs the bearer token of security.internal_key")
+            if self.is_anonymous:
+                raise ApiError(401, "missing_api_key", "this request needs the bearer token of security.internal_key")
             raise ApiError(403, "missing_scope", f"this API key lacks the scope {scope!r}; use one that has it")
 
     def check_session(self, session_id: str | None, field: str) -> None:
-        """Check that a request names no other session than the one that its key is bound to.
+        """Check that the session that a request names is the one that its key is bound to. A key without a session may
+        name any.
 
         Args:
             session_id: The session that the request names, or None.
@@ -69,7 +71,7 @@ class Caller:
             raise ApiError(403, "wrong_session", message, field)
 
     def check_unbound(self, action: str) -> None:
-        """Check that the key may act on several sessions.
+        """Check that the key is not bound to one session, for a request that acts on several sessions.
 
         Args:
             action: The name of the request, for the error.
@@ -82,7 +84,7 @@ class Caller:
 
 
 class KeyRing:
-    """All API keys of this gateway.
+    """All API keys of this gateway, by their SHA-256 digests.
 
     Without keys, every caller is the tenant `default` with every scope. If services share an internal key, only that
     key has the scope `admin`.
@@ -110,7 +112,7 @@ class KeyRing:
             kind, _, token = decode_name(headers.get(b"authorization", b"")).partition(" ")
             key = token.strip(" \t") if kind.lower() == "bearer" else ""
             key = key or decode_name(headers.get(b"x-api-key", b"")).strip(" \t")
-        if self._open is not None:  # agents send keys that they made up
+        if self._open is not None:  # without configured keys, agents send arbitrary ones
             return self._callers.get(_digest(key), self._open) if key and self._callers else self._open
         if not key:
             raise ApiError(
@@ -124,7 +126,8 @@ class KeyRing:
         return caller
 
     def cache_salt(self, tenant: str) -> str:
-        """Return the salt that separates a tenant's prompts in the caches of replicas.
+        """Return the salt that separates a tenant's prompts from those of other tenants in the prefix caches of
+        replicas.
 
         The salt does not reveal the tenant. All gateways with the same `security.internal_key` compute the same salt.
         """
@@ -141,14 +144,18 @@ def share_of_tenant(settings: GatewaySettings, keys: Sequence[KeySettings]) -> f
 
 
 def read_keys(settings: GatewaySettings) -> tuple[KeySettings, ...]:
-    """Return the keys of the settings and of `keys_file`. Raises `SettingError`, also for an open gateway beyond
-    loopback."""
+    """Return the keys of the settings and of `keys_file`.
+
+    Raises:
+        SettingError: the file cannot be read, two keys have the same name or digest, or there are no keys and
+            `gateway.host` is not loopback.
+    """
     keys = settings.keys + (_read_file(Path(settings.keys_file)) if settings.keys_file else ())
     for field in ("name", "sha256"):
         values = [getattr(key, field) for key in keys]
         twice = next((value for value in values if values.count(value) > 1), None)
         if twice is not None:
-            raise SettingError(f"gateway.keys.{field}", twice, "is there twice; each key needs its own")
+            raise SettingError(f"gateway.keys.{field}", twice, "is used by two keys; give each key its own")
     if not keys and not is_loopback(settings.host):
         raise SettingError("gateway.host", settings.host, "listens beyond this machine without keys; set gateway.keys")
     return keys
@@ -179,7 +186,8 @@ def _digest(key: str) -> str:
 
 
 async def check(common: Common, settings: GatewaySettings) -> list[str]:
-    """Check the keys, and return no notes. Raises `SettingError`."""
+    """Check that the keys and the reward ranges in `scorer` can be read. Return an empty list of notes. Raises
+    `SettingError`."""
     common.section_of("scorer", SourceValues)
     read_keys(settings)
     return []

@@ -20,12 +20,13 @@ from headrace_runtime.process.logs import get_logger
 _HOUR_S = 3600.0
 log = get_logger(__name__)
 _OWN = 128
-"""For the bus, the spool, the logs and the probes."""
+"""File descriptors that the process needs for the bus, the spool, the logs and the probes."""
 _PER_CALL = 2
 
 
 class Bucket:
-    """Token bucket. Its level may become negative, and must then be refilled above zero first."""
+    """Token bucket that refills by `per_s` up to `burst`. Its level may become negative; a request then waits until it
+    is positive again."""
 
     def __init__(self, per_s: float, burst: float, clock: Clock) -> None:
         self.per_s = per_s
@@ -46,15 +47,16 @@ class Bucket:
         self._level = min(self._burst, self.level - amount)
 
     def wait_s(self, amount: float) -> float:
-        """Return the seconds until the bucket contains `amount`, or 0 if it already does.
+        """Return the seconds until the bucket contains `amount`, or 0 if it already contains it.
 
-        An amount larger than the burst waits for a full bucket.
+        For an amount larger than the burst, return the seconds until the bucket is full.
         """
         return max(0.0, (min(amount, self._burst) - self.level) / self.per_s)
 
 
 class Meter:
-    """Token buckets for requests and for tokens, and a count of the requests in progress."""
+    """Rate limits (requests and tokens per second) and the number of requests in progress of one key, one tenant or all
+    callers."""
 
     def __init__(self, limits: LimitSettings, clock: Clock) -> None:
         self._limits = limits
@@ -63,7 +65,7 @@ class Meter:
         self.in_progress = 0
 
     def refusal(self, holder: str) -> ApiError | None:
-        """Return the refusal of one more request, or None if it may begin now."""
+        """Return error 429 if one more request would exceed the rate or the concurrency of `holder`, else None."""
         wait_s = self._requests.wait_s(1)
         if wait_s:
             message = f"{holder} may send {self._limits.requests_per_s:g} requests per second"
@@ -84,9 +86,10 @@ class Meter:
         return None
 
     def refuse_work(self, choices: int, tokens: int, holder: str) -> ApiError | None:
-        """Return the refusal of a call with `choices` and `tokens`, or None if it may begin now.
+        """Return error 429 if a call with `choices` answers and `tokens` tokens would exceed the limits of `holder`,
+        else None.
 
-        The request has already counted one of the choices.
+        One of the choices was already counted when the request was admitted.
         """
         wait_s = self._tokens.wait_s(tokens)
         if wait_s:
@@ -114,8 +117,8 @@ class Meter:
 
 @dataclass(slots=True)
 class Work:
-    """Call in progress. `used_tokens` is its actual number of tokens, once known; until then it counts with all
-    `tokens`."""
+    """Size of a call in progress. `tokens` is the estimate that it was charged; `used_tokens` is the actual number,
+    None until the answer has ended."""
 
     choices: int
     tokens: int
@@ -166,9 +169,10 @@ class RequestLimits:
 
     @contextlib.contextmanager
     def work(self, caller: Caller, choices: int, tokens: int) -> Iterator[Work]:
-        """Count the choices and the tokens of an admitted call while the body runs, and give unused tokens back.
+        """Charge an admitted call for its choices and estimated tokens while the body runs, then give back the tokens
+        that it did not use.
 
-        A refused call takes no tokens. A call without its client counts in full, unless its real use is known.
+        A refused call takes no tokens. If the client disconnects before the actual number is known, the estimate stays.
 
         Raises:
             ApiError: 429.
@@ -204,7 +208,8 @@ class RequestLimits:
                 raise refusal
 
     def store(self, tenant: str, size_bytes: int) -> None:
-        """Count the stored bytes of a tenant. This never refuses, because answers are always stored."""
+        """Charge `size_bytes` of stored events to a tenant. If the tenant exceeds its limit, only its next requests are
+        refused."""
         self._bucket_of(tenant).take(size_bytes)
 
     @property
@@ -215,7 +220,8 @@ class RequestLimits:
         return min(caller.limits.body_bytes_max, self._total_settings.body_bytes_max)
 
     def _meters_of(self, caller: Caller) -> list[tuple[str, Meter]]:
-        """Return the meters of the key, of its tenant if there are several, and of all callers."""
+        """Return the meters that a request of the caller is charged to, with their names for messages: the key, the
+        tenant if there are several, and all callers."""
         key = self._keys.get(caller.key_id)
         if key is None:
             key = self._keys[caller.key_id] = Meter(caller.limits, self._clock)
@@ -243,7 +249,7 @@ class RequestLimits:
 
 
 def _part(total: LimitSettings, share: float) -> LimitSettings:
-    """Return rate limits that are a share of the total ones, for one tenant."""
+    """Return the limits of one tenant: `share` of the total rates and concurrency."""
     return total.model_copy(
         update={
             "requests_per_s": total.requests_per_s * share,
@@ -255,9 +261,9 @@ def _part(total: LimitSettings, share: float) -> LimitSettings:
     )
 
 
-def within_descriptors(limits: LimitSettings) -> LimitSettings:
-    """Return `limits` with no more concurrency than file descriptors allow, after requesting more descriptors from
-    the system."""
+def limit_to_descriptors(limits: LimitSettings) -> LimitSettings:
+    """Return `limits` with the concurrency reduced to the number of file descriptors, after raising the process's soft
+    limit as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _OWN + _PER_CALL * limits.concurrency
     if soft != resource.RLIM_INFINITY and soft < needed:

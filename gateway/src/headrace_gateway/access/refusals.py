@@ -29,7 +29,8 @@ _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_
 
 
 class ApiError(Refused):
-    """Refusal with its OpenAI error type, and with the seconds after which a retry may succeed."""
+    """Refusal of a request with its HTTP status, its OpenAI error type, and the seconds after which a retry may
+    succeed."""
 
     def __init__(
         self, status: int, code: str, message: str, param: str | None = None, *, retry_after_s: float | None = None
@@ -37,8 +38,9 @@ class ApiError(Refused):
         super().__init__(status, code, message, param)
         self.retry_after_s = retry_after_s
 
-    def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """Return the refusal of a translated request under the name that its field has in the client's API.
+    def with_client_names(self, names: Mapping[str, str]) -> ApiError:
+        """Return this error with the field's name in the client's API, if the gateway translated the request from
+        another API.
 
         Args:
             names: The client's name of each field of the translation. Other fields keep their name; positions inside of
@@ -81,7 +83,7 @@ def _encoded(document: dict[str, object]) -> bytes:
     return json.dumps(document, ensure_ascii=False).encode("utf-8", "replace")
 
 
-def overloaded(message: str, retry_after_s: float = 5.0) -> ApiError:
+def overloaded_error(message: str, retry_after_s: float = 5.0) -> ApiError:
     return ApiError(503, "overloaded", message, retry_after_s=retry_after_s)
 
 
@@ -91,7 +93,7 @@ def is_anthropic(request: Request) -> bool:
     return path == "/v1/messages" or path.startswith("/v1/messages/") or "anthropic-version" in request.headers
 
 
-async def refused(request: Request, error: Exception) -> Response:
+async def refusal_response(request: Request, error: Exception) -> Response:
     """Return the response to a request that is refused on purpose, including unknown paths and methods."""
     if isinstance(error, HTTPException):
         code = {404: "unknown_url", 405: "method_not_allowed"}.get(error.status_code, "refused")
@@ -102,7 +104,7 @@ async def refused(request: Request, error: Exception) -> Response:
     return _response(request, error)
 
 
-async def crashed(request: Request, _error: Exception) -> Response:
+async def internal_error_response(request: Request, _error: Exception) -> Response:
     """Return the response to a request that failed by a bug of the gateway. The server logs the traceback."""
     return _response(request, ApiError(500, "internal_error", "the gateway failed; its log says why"))
 

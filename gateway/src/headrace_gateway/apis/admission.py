@@ -52,7 +52,7 @@ class AdmittedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Admission of requests, shared by all endpoints that accept a body."""
+    """Checks of key, rate and size, and publishing of events, for all endpoints that accept a body."""
 
     keys: KeyRing
     limits: RequestLimits
@@ -60,9 +60,9 @@ class Admission:
     _turns: dict[str, asyncio.Semaphore] = field(default_factory=dict)
 
     def caller(self, scope: Scope, headers: Mapping[bytes, bytes], required_scope: KeyScope) -> Caller:
-        """Return the caller of the request. Raises `ApiError` 401 or 403."""
+        """Return the caller of the request, after checking its scope and its session. Raises `ApiError` 401 or 403."""
         caller = self.keys.identify(scope.get(http_request.KEY), headers)
-        if not caller.is_open:
+        if not caller.is_anonymous:
             mark_authenticated(scope)
         caller.require_scope(required_scope)
         if caller.session_id is not None:
@@ -73,7 +73,8 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def enter(self, scope: Scope, receive: Receive, required_scope: KeyScope) -> AsyncIterator[AdmittedRequest]:
-        """Count the request as in progress, and keep its trace, inside the context. Raises `ApiError`."""
+        """Check the caller and the limits, read the body, and yield both. Inside the context the request counts as in
+        progress and belongs to the trace of its `traceparent`. Raises `ApiError`."""
         headers = headers_of(scope)
         caller = self.caller(scope, headers, required_scope)
         with self.limits.admit(caller), logs.span(headers.get(b"traceparent", b"").decode("latin-1")):
@@ -83,9 +84,10 @@ class Admission:
                 yield AdmittedRequest(caller, headers, body)
 
     def _turn(self, tenant: str) -> asyncio.Semaphore:
-        """Return the semaphore that bounds a tenant's feedback and trajectory requests in progress.
+        """Return the semaphore that bounds how many feedback and trajectory requests of a tenant are processed at a
+        time.
 
-        So the event loop serves other calls between them. There is one semaphore for each configured tenant.
+        The event loop stays free for other calls. There is one semaphore for each configured tenant.
         """
         return self._turns.setdefault(tenant, asyncio.Semaphore(_TURNS))
 

@@ -26,14 +26,14 @@ _DONE = client_connection.encode_event(client_connection.DONE)
 
 
 class StreamedAnswer(Protocol):
-    """Writer of one streamed answer."""
+    """Encoder of one streamed answer as server-sent events."""
 
     @property
     def headers(self) -> Mapping[str, str]:
         """Return the response headers in addition to those of a stream."""
 
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
-        """Return the bytes of zero, one or several events. The first chunk sets the `version` of the stream."""
+        """Return the encoded events of one chunk, possibly none. The first chunk sets the `version` of the stream."""
 
     @property
     def ping(self) -> bytes:
@@ -42,12 +42,12 @@ class StreamedAnswer(Protocol):
     def end(self) -> bytes:
         """Return the last bytes of the stream, after the turn was stored durably."""
 
-    def broken(self, error: ApiError) -> bytes:
-        """Return the bytes that report `error` inside of the stream."""
+    def error_event(self, error: ApiError) -> bytes:
+        """Return the event that reports `error` to a client whose stream has already begun."""
 
 
 class AnswerShape(Protocol):
-    """Format of the answers of one API."""
+    """Format in which one API (chat, completions, Responses, Messages) returns answers, plain or streamed."""
 
     def headers(self, call: ChatCall) -> Mapping[str, str]:
         """Return the response headers of an answer that is not streamed, except content type and length."""
@@ -60,11 +60,12 @@ class AnswerShape(Protocol):
 
 @dataclass(slots=True)
 class OpenPart:
-    """The part of an answer that is being written: text, reasoning or a call. `kind` is the API's name for it."""
+    """Part of an answer whose deltas are still arriving: text, reasoning or a tool call. `kind` is the API's name of
+    its type."""
 
     kind: str
     pieces: list[str] = field(default_factory=list, kw_only=True)
-    """The text, the reasoning, or the arguments of a call, as they came."""
+    """Pieces of the text, of the reasoning, or of the arguments of a tool call, in order of arrival."""
     call_index: int | None = field(default=None, kw_only=True)
 
     @property
@@ -76,11 +77,12 @@ P = TypeVar("P", bound=OpenPart)
 
 
 class PartWriter(ABC, Generic[P]):
-    """Turns the chunks of an engine into the events of one answer, whose parts follow each other."""
+    """Converter of an engine's chunks to the events of one answer that consists of consecutive parts, one open at a
+    time."""
 
     REASONING: ClassVar[str]
     TEXT: ClassVar[str]
-    """The kinds of a part of reasoning and of a part of text."""
+    """The API's names of parts with reasoning and of parts with text."""
 
     def __init__(self) -> None:
         self._open: P | None = None
@@ -88,7 +90,7 @@ class PartWriter(ABC, Generic[P]):
         self._usage: EngineUsage | None = None
 
     def _add_message(self, message: EngineMessage) -> list[Json]:
-        """Return the events of a message, or of an addition to one."""
+        """Convert a message, or a streamed delta of one, to events."""
         events: list[Json] = []
         for kind, text in ((self.REASONING, message.reasoning_content), (self.TEXT, message.content)):
             if text:
@@ -103,19 +105,19 @@ class PartWriter(ABC, Generic[P]):
 
     @abstractmethod
     def _begin(self, kind: str) -> list[Json]:
-        """Close the open part, open one of this kind, and return the events of both."""
+        """Close the open part if there is one, open a part of this kind, and return the events of both."""
 
     @abstractmethod
     def _text_event(self, text: str) -> Json:
-        """Return the event that adds `text` to the open part."""
+        """Append `text` to the open part, and return the event that reports it."""
 
     @abstractmethod
     def _add_call(self, index: int, call: EngineToolCall) -> list[Json]:
-        """Add to the call with this index, which is opened if it is not open. Return the events."""
+        """Append a delta to the tool call with this index, opening its part if needed, and return the events."""
 
 
 class ChatCompletions:
-    """The answers of `POST /v1/chat/completions`."""
+    """Answers in the format of `POST /v1/chat/completions`."""
 
     def headers(self, call: ChatCall) -> Mapping[str, str]:
         return answer_headers(call)
@@ -128,7 +130,8 @@ class ChatCompletions:
 
 
 def answer_headers(call: ChatCall) -> dict[str, str]:
-    """Return the headers that every API sends with an answer: its id, and the fields that had no effect."""
+    """Return the headers that every API sends with an answer: the response id, and the request's fields that had no
+    effect."""
     headers = {"x-request-id": call.response_id}
     if call.ignored:
         headers[IGNORED_HEADER] = header_value(call.ignored)
@@ -136,7 +139,7 @@ def answer_headers(call: ChatCall) -> dict[str, str]:
 
 
 def completion_body(call: ChatCall, answer: EngineAnswer) -> bytes:
-    """Return the response body of an answer that is not streamed."""
+    """Return a plain (not streamed) chat completion as JSON."""
     request = call.request
     body: dict[str, object] = {
         **_head(call, "chat.completion", answer.model),
@@ -151,7 +154,7 @@ def completion_body(call: ChatCall, answer: EngineAnswer) -> bytes:
 
 
 class Chunks:
-    """Converter of replicas' chunks to the events of one stream."""
+    """Encoder of one streamed chat completion: each chunk of a replica becomes zero, one or two events."""
 
     def __init__(self, call: ChatCall) -> None:
         self._call = call
@@ -162,7 +165,7 @@ class Chunks:
         self.ping = client_connection.COMMENT
 
     def events(self, chunk: EngineAnswer, version: str) -> bytes:
-        """Return the bytes of zero, one or two events. The first chunk sets the `version` of the stream."""
+        """Return the encoded events of one chunk, at most two. The first chunk sets the `version` of the stream."""
         if self._head is None:
             self._head = to_json(_head(self._call, "chat.completion.chunk", version))[:-1]
         request = self._call.request
@@ -188,7 +191,7 @@ class Chunks:
     def end(self) -> bytes:
         return _DONE
 
-    def broken(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         return client_connection.encode_event(error.body)
 
     @staticmethod
@@ -238,9 +241,10 @@ def _message(request: ChatRequest, message: EngineMessage) -> dict[str, JsonValu
 
 
 def _has_content(request: ChatRequest, choice: EngineChoice) -> bool:
-    """Return whether the client must receive the choice.
+    """Return whether a chunk contains anything that the client requested.
 
-    Some chunks contain only tokens whose text is held back. Clients that did not request tokens do not receive those.
+    Some chunks contain only token ids, because their text is still incomplete. They go only to clients that requested
+    token ids or logprobs.
     """
     delta = choice.delta
     parts = (delta.role, delta.content, delta.reasoning_content, delta.refusal, delta.tool_calls, choice.finish_reason)

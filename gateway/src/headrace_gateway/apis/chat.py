@@ -1,4 +1,4 @@
-"""A call of a model: from a request to a durable turn and a finished response, plain or streamed.
+"""Handling of one model call, from the request to a durable turn event and a finished response, plain or streamed.
 
 The APIs of `POST /v1/chat/completions`, `/v1/completions`, `/v1/responses` and `/v1/messages` differ in how a request
 is read and how an answer is written (`Read`).
@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from headrace_gateway import metrics
 from headrace_gateway.access.limits import Work
-from headrace_gateway.access.refusals import CONTEXT_LENGTH_EXCEEDED, ApiError, overloaded
+from headrace_gateway.access.refusals import CONTEXT_LENGTH_EXCEEDED, ApiError, overloaded_error
 from headrace_gateway.apis.admission import Admission, AdmittedRequest
 from headrace_gateway.apis.answers import AnswerShape, ChatCompletions, StreamedAnswer, answer_headers
 from headrace_gateway.capture.captured_turns import CapturedTurns, message_digests
@@ -41,14 +41,14 @@ from headrace_runtime.process.event_loop import WorkerThreads
 from headrace_schemas.values import ids
 
 UNDELIVERED_WAIT_S = 10.0
-"""How long a response is still generated, to be captured as undelivered, after its client has gone."""
+"""Seconds for which a response is still generated after its client disconnected, to be captured as undelivered."""
 
 _STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no"}
 _SHADOW_LOAD_MAX = 0.5
-"""Part of a replica's places in use from which on calls with purpose `shadow` are refused: users go first."""
+"""Load of a replica (calls per slot) from which on shadow calls are refused, because users have precedence."""
 _ROUTING_POLL_S = 0.05
 PING_S = 10.0
-"""Silence of a stream after which something is sent, so that no proxy closes the connection."""
+"""Seconds without an event after which the stream gets a keep-alive event, so that no proxy closes the connection."""
 _ANSWERED_BYTES = 100
 """Estimated bytes of one sampled token in an answer or an event."""
 
@@ -59,14 +59,15 @@ _PROMPT_TOKEN_BYTES = 4
 _PROMPT_LENGTH = re.compile(
     r"the maximum context length is (\d{1,18}) tokens, you asked for (\d{1,18}) in the messages"
 )
-"""Message of a replica about a prompt. If that alone fills the context, the call is not tried without `max_tokens`: to
-render and to tokenize a long prompt is expensive."""
+"""Message of a replica about a prompt that does not fit. If the prompt alone fills the context, the call is not
+repeated without `max_tokens`, because rendering and tokenizing a long prompt is expensive."""
 _ANSWER_TOKENS = 1024
 """Expected tokens of a choice of a request without a limit."""
 
 
 Read = Callable[[bytes, RequestContext], tuple[ChatRequest, AnswerShape]]
-"""Reads a body of one API, in any thread. Returns the request and the shape of its answers, or raises `ApiError`."""
+"""Function that parses a body of one API, in any thread. It returns the request and the format of its answers, or
+raises `ApiError`."""
 
 
 def read_chat(body: bytes, context: RequestContext) -> tuple[ChatRequest, AnswerShape]:
@@ -75,13 +76,13 @@ def read_chat(body: bytes, context: RequestContext) -> tuple[ChatRequest, Answer
 
 
 def estimate_tokens(call: ChatCall) -> int:
-    """Estimate the tokens that a call may take: those of its prompt, and the limit on the answer for each choice."""
+    """Estimate the tokens that a call may use: its prompt, and for each choice the limit on the answer."""
     return len(call.core) // _PROMPT_TOKEN_BYTES + call.request.choices * (call.sampling.max_tokens or _ANSWER_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """The ASGI endpoint of one API. The endpoint has no state between requests."""
+    """ASGI endpoint of one API. It has no state between requests."""
 
     read: Read
     settings: GatewaySettings
@@ -102,7 +103,7 @@ class Chat:
         async with self.admission.enter(scope, receive, "chat") as admitted:
             call, shape = await self.parse_call(scope, admitted)
             if call.identity.shadow_of is not None:
-                self.relay.beside_users(call, _SHADOW_LOAD_MAX)
+                self.relay.check_spare_capacity(call, _SHADOW_LOAD_MAX)
             call = replace(call, repeats=self.repeated.begin(call))
             mode = "stream" if call.request.stream else "plain"
             choices, tokens = call.request.choices, estimate_tokens(call)
@@ -113,7 +114,7 @@ class Chat:
                 await self._serve(call, shape, work, ClientConnection(receive, send))
 
     async def parse_call(self, scope: Scope, admitted: AdmittedRequest) -> tuple[ChatCall, AnswerShape]:
-        """Return the call that an admitted request describes, and the shape of its answers. Raises `ApiError`."""
+        """Parse an admitted request to a call and the format of its answers. Raises `ApiError`."""
         started_at = self.clock.now()
         bytes_max = self.admission.limits.body_bytes_max(admitted.caller)
         view = None if self.responses is None else self.responses.view(admitted.caller)
@@ -176,17 +177,18 @@ class Chat:
         )
 
     async def _routing_is_known(self) -> None:
-        """Wait until the models have been read from the bus. Only requests soon after the start have to wait."""
+        """Wait until the routing of the models has been read from the bus, which only requests soon after the start
+        have to do."""
         deadline_s = self.clock.monotonic_s() + self.settings.upstream.routing_wait_s
         while not self.catalog.is_ready:
             if self.clock.monotonic_s() > deadline_s:
-                raise overloaded("no model is routed yet: the bus is away, or the registry has promoted none")
+                raise overloaded_error("no model is routed yet: the bus is away, or the registry has promoted none")
             await self.clock.sleep(_ROUTING_POLL_S)
 
     async def _serve(self, call: ChatCall, shape: AnswerShape, work: Work, client: ClientConnection) -> None:
-        """Answer the call.
+        """Send the call to a replica and its answer to the client.
 
-        If the prompt fits into the context but `max_tokens` does not, the answer may be as long as the context allows.
+        If the prompt fits into the context but `max_tokens` does not, the call is repeated without `max_tokens`.
         """
         try:
             await self._answer(call, shape, work, client)
@@ -204,7 +206,7 @@ class Chat:
         streamed = shape.streamed(call) if call.request.stream else None
         try:
             async with asyncio.timeout(self.settings.upstream.request_timeout_s) as deadline:
-                async with client.watched(lambda: self._abandon(call, deadline)):
+                async with client.watch_disconnect(lambda: self._abandon(call, deadline)):
                     if streamed is None:
                         await self._plain(call, shape, work, client)
                     else:
@@ -218,15 +220,15 @@ class Chat:
             await self._fail(client, streamed, error)
         except ApiError as error:
             await self._fail(client, streamed, error)
-        except asyncio.CancelledError:  # the server stops, and its time for open requests is over
+        except asyncio.CancelledError:  # the grace period for open requests of a stopping server is over
             if client.disconnected:
                 raise
-            refusal = overloaded("the gateway stops before the answer is complete; send the request again", 1)
+            refusal = overloaded_error("the gateway stops before the answer is complete; send the request again", 1)
             await self._fail(client, streamed, refusal)
 
     def _abandon(self, call: ChatCall, deadline: asyncio.Timeout) -> None:
-        """Shorten the deadline of a call after its client disconnected: an answer that ends soon is captured, others
-        are dropped."""
+        """Shorten the deadline of a call whose client disconnected: an answer that ends in time is captured, another is
+        dropped."""
         self.repeated.disconnected(call)
         soon = asyncio.get_running_loop().time() + UNDELIVERED_WAIT_S
         with contextlib.suppress(RuntimeError):  # the deadline has just passed
@@ -236,7 +238,7 @@ class Chat:
     async def _fail(client: ClientConnection, streamed: StreamedAnswer | None, error: ApiError) -> None:
         if not client.started or streamed is None:
             raise error
-        await client.body(streamed.broken(error))
+        await client.body(streamed.error_event(error))
 
     async def _plain(self, call: ChatCall, shape: AnswerShape, work: Work, client: ClientConnection) -> None:
         body = await self._plain_body(call, shape, work, client)
@@ -245,9 +247,10 @@ class Chat:
         await client.body(body)
 
     async def _plain_body(self, call: ChatCall, shape: AnswerShape, work: Work, client: ClientConnection) -> bytes:
-        """Return the body of a captured answer.
+        """Capture the whole answer of a call as a turn, and return its response body.
 
-        The parsed answer is freed here: it takes twenty times the memory of the body, which a client may read slowly.
+        The parsed answer is freed on return, because it takes twenty times the memory of the body, and a client may
+        read the body slowly.
         """
         answer, transcript = await self.relay.complete(call)
         await self._capture(call, transcript, work, delivered=not client.disconnected)
@@ -258,7 +261,7 @@ class Chat:
         transcript = Transcript()
         async with (
             contextlib.aclosing(self.relay.stream(call, transcript)) as stream,
-            client.pinged(streamed.ping, PING_S),
+            client.keep_alive(streamed.ping, PING_S),
         ):
             async for chunk in stream:
                 events = streamed.events(chunk, transcript.version)
@@ -293,12 +296,12 @@ class Chat:
 
 
 ReadCount = Callable[[bytes, RequestContext], ChatRequest]
-"""Reads a body of one API. Returns a plain request for one token, or raises `ApiError`."""
+"""Function that parses a body of one API to a plain chat request for one token, or raises `ApiError`."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCounting:
-    """The endpoint of one API that counts the tokens of a prompt. `fields` are the constant fields of its answer.
+    """Endpoint that returns the number of prompt tokens of a call. `fields` are the constant fields of its response.
 
     A replica renders and tokenizes the prompt and samples one token, which is neither captured nor returned. The count
     is therefore exact on every engine, and the call that follows finds its prompt in the replica's cache.
@@ -308,7 +311,7 @@ class TokenCounting:
     fields: dict[str, str]
 
     async def count(self, request: Request) -> Response:
-        """Return the number of prompt tokens of a call with this body. Raises `ApiError`."""
+        """Return the number of prompt tokens that a call with this body would have. Raises `ApiError`."""
         chat = self.chat
         async with chat.admission.enter(request.scope, request.receive, "chat") as admitted:
             call, _ = await chat.parse_call(request.scope, admitted)
@@ -320,5 +323,6 @@ class TokenCounting:
 
 
 def reader(read: ReadCount) -> Callable[[bytes, RequestContext], tuple[ChatRequest, ChatCompletions]]:
-    """Return `read` in the form that `Chat` takes."""
+    """Convert `read`, which returns only a request, to a function that also returns the format of answers, as `Chat`
+    needs it."""
     return lambda body, context: (read(body, context), ChatCompletions())

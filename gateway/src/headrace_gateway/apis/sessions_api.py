@@ -1,6 +1,5 @@
-"""`POST /v1/feedback`, `/v1/sessions/{id}/end`, `/v1/trajectories` (of runtimes without this gateway), and Trinity's
-`/feedback` and `/commit`.
-"""
+"""Endpoints for feedback, ends of sessions, and trajectories of other runtimes, and Trinity's `/feedback` and
+`/commit`."""
 
 from __future__ import annotations
 
@@ -31,19 +30,19 @@ from headrace_schemas.rules.ingest import KnownModels, find_objection
 from headrace_schemas.values import ids
 
 _PLAIN = frozenset({"foreign_session_key", "foreign_trajectory_id", "no_branches", "invalid_id"})
-"""Objections that are about one value alone."""
+"""Codes of refusals that concern one value alone. Clients get `invalid_value` instead of them."""
 
 Lookup = Callable[[str], Awaitable[KnownModels]]
-"""Returns the known models, with the vocabulary of the named one."""
+"""Function that returns the models and versions known from the bus, with the vocabulary of the named model."""
 T = TypeVar("T")
 _TRINITY_OK = {"status": "success"}
-"""The answer of Trinity; its clients need a JSON object with any 2xx."""
+"""Response body of Trinity's endpoints; its clients need a JSON object with any status 2xx."""
 _PARTITIONS = catalogue()[SessionEnd.topic].partitions
-"""A commit is sent to each, and feedback about a task."""
+"""Number of partitions of `session-ends`. Commits and feedback about a task are sent to each partition."""
 
 
 def trajectory_of(body: bytes, tenant: str, now: datetime) -> Trajectory:
-    """Return the `Trajectory` of a JSON body. The gateway sets tenant, session key and time. The function may run in
+    """Parse the body of `POST /v1/trajectories`. The gateway sets tenant, session key and time. The function may run in
     any thread.
 
     Raises:
@@ -75,23 +74,23 @@ def trajectory_of(body: bytes, tenant: str, now: datetime) -> Trajectory:
 
 
 def check(trajectory: Trajectory, models: KnownModels) -> None:
-    """Raise `ApiError` 422 for a trajectory that must not be ingested, or that has an unknown model or version."""
+    """Check that a trajectory may be ingested and that its model and version are known. Raises `ApiError` 422."""
     objection = find_objection(trajectory, models)
     if objection is not None:
         code = "invalid_value" if objection.code in _PLAIN else objection.code
         raise ApiError(422, code, str(objection), objection.field)
 
 
-async def nothing_known(_model: str) -> KnownModels:
-    """Return no known models, for a gateway that reads no topics."""
+async def no_known_models(_model: str) -> KnownModels:
+    """Return empty known models, for a gateway that reads no topics."""
     return KnownModels()
 
 
 @dataclass(frozen=True, slots=True)
 class SessionsApi:
-    """Endpoints that rate, end or ingest sessions.
+    """Endpoints of `/v1/feedback`, `/v1/sessions/{id}/end`, `/v1/trajectories`, and of Trinity.
 
-    They respond once the events are durable. Consumers check the ids later.
+    They respond once the events are durable. Consumers check later whether the ids exist.
     """
 
     admission: Admission
@@ -99,7 +98,7 @@ class SessionsApi:
     clock: Clock
     workers: WorkerThreads
     recent: RecentTurns
-    known_models: Lookup = nothing_known
+    known_models: Lookup = no_known_models
     values: SourceValues = field(default_factory=SourceValues)
 
     async def feedback(self, request: Request) -> Response:
@@ -139,7 +138,12 @@ class SessionsApi:
             check(event, await self.known_models(event.model))
             admitted.caller.check_session(event.session_id, "session_id")
             if not admitted.caller.may_use(event.model):
-                raise ApiError(403, "wrong_model", f"model: this API key does not train {event.model!r}", "model")
+                raise ApiError(
+                    403,
+                    "wrong_model",
+                    f"model: this API key may not send trajectories of {event.model!r}",
+                    "model",
+                )
             await self.admission.publish_many(admitted.caller, [event], size_bytes=len(admitted.body))
             return _accepted([event], trajectory_id=event.trajectory_id)
 
@@ -158,7 +162,12 @@ class SessionsApi:
             try:
                 before = body.before
             except (ValueError, OverflowError, OSError):
-                raise ApiError(400, "invalid_value", "time_threshold: no time", "time_threshold") from None
+                raise ApiError(
+                    400,
+                    "invalid_value",
+                    "time_threshold: must be a time in seconds or milliseconds since 1970, or in ISO 8601",
+                    "time_threshold",
+                ) from None
             tenant = admitted.caller.tenant
             now = self.clock.now()
             end = SessionEnd(
@@ -168,8 +177,8 @@ class SessionsApi:
             return JSONResponse(_TRINITY_OK)
 
     async def _read(self, admitted: AdmittedRequest, kind: type[Event], read: Callable[[AdmittedRequest], T]) -> T:
-        """Read the body in a thread if it is large. Raises `ApiError`, 413 for more JSON values than a `kind` may
-        hold."""
+        """Parse the body with `read`, in a worker thread if it is large. Raises `ApiError`, for example 413 for more
+        JSON values than an event of `kind` may contain."""
 
         def checked() -> T:
             check_values(admitted.body, kind.values_max, containers_max=kind.containers_max)
@@ -178,7 +187,7 @@ class SessionsApi:
         return await self.workers.run(len(admitted.body), checked, admitted.caller.tenant)
 
     def _feedback(self, admitted: AdmittedRequest) -> tuple[list[Feedback], int]:
-        """Return the events of a feedback and how often each is sent."""
+        """Return the events of a feedback request, and the number of partitions that each event is sent to."""
         request = parse(FeedbackRequest, admitted.body)
         copies = _PARTITIONS if request.level == "task" else 1
         return self._events(admitted, request, copies), copies
@@ -188,9 +197,9 @@ class SessionsApi:
         return self._events(admitted, from_trinity(request)) if request.msg_ids else []
 
     def _effect_fields(self, events: Sequence[Feedback]) -> dict[str, bool | str]:
-        """Return the fields of the response that report whether the feedback can train anything.
+        """Return the fields `teaches` and `reason` of the response, which report whether the feedback can be trained.
 
-        The result is empty if that is unknown.
+        The result is empty if this is not known.
         """
         teaching = self.recent.training_effect(events) if events else None
         return {} if teaching is None else teaching.fields()

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: a prompt as text or as token ids that no chat template renders, continued as text."""
+"""`POST /v1/completions`: continuation of a prompt that is used without a chat template, as text or as token ids."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from headrace_schemas.values.base import Model, Text
 from headrace_schemas.values.bounds import JsonObject
 
 _MAX_TOKENS = 16
-"""OpenAI's default of `max_tokens`."""
+"""Default of `max_tokens` in OpenAI's API."""
 _PROMPT_TOKENS_MAX = 1_048_576
 _TOKEN_ID_END = 2**31
 _SAMPLING = (
@@ -41,7 +41,8 @@ _NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "truncate_prompt_tokens": (),
     "return_tokens_as_token_ids": (False,),
 }
-"""Fields of OpenAI's and vLLM's APIs that are refused, with the values, besides empty ones, that have no effect."""
+"""Fields of OpenAI's and vLLM's APIs that the gateway cannot apply, with their values that have no effect. Empty values
+have no effect either."""
 _REASONS = {
     "echo": "the client has the prompt, and its tokens have no logprobs",
     "suffix": "a text is continued at its end alone",
@@ -50,16 +51,16 @@ _REASONS = {
 
 
 class _CompletionRequest(Model):
-    """The body of a request. `_SAMPLING` names its other fields that have an effect."""
+    """Body of `POST /v1/completions`. `_SAMPLING` names further fields that have an effect."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     model: Text
     prompt: JsonValue = None
     prompt_token_ids: JsonValue = None
-    """The prompt as token ids; `prompt` takes them, too."""
+    """Prompt as token ids. They may also be sent as `prompt`."""
     add_special_tokens: bool | None = None
-    """vLLM's extension: whether the tokenizer adds the tokens with which its texts begin or end."""
+    """Whether the tokenizer adds special tokens at the beginning or the end of the text, an extension of vLLM."""
     max_tokens: int | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     stream: bool | None = None
@@ -85,7 +86,8 @@ class TextRequest(ChatRequest):
 
 
 def read_completion(body: bytes, context: RequestContext) -> tuple[ChatRequest, AnswerShape]:
-    """Read a body of `POST /v1/completions`. Raises `ApiError` that names the field at fault."""
+    """Parse a body of `POST /v1/completions` to a chat request and the format of its answers. Raises `ApiError` that
+    names the field at fault."""
     others_max = context.rules.json_values_max
     check_values(body, _PROMPT_TOKENS_MAX + others_max, containers_max=others_max)
     request = parse(_CompletionRequest, body, context=context)
@@ -110,26 +112,29 @@ def read_completion(body: bytes, context: RequestContext) -> tuple[ChatRequest, 
     try:
         chat = TextRequest.model_validate(present, context=context.for_validation())
     except ValidationError as error:
-        raise refusal_of(error, TextRequest).renamed({"messages": "prompt"}) from None
+        raise refusal_of(error, TextRequest).with_client_names({"messages": "prompt"}) from None
     return check_chat_request(chat, context), TextCompletions()
 
 
 def _with_token_keys(value: JsonValue) -> object:
-    """Return the token ids of `logit_bias` as numbers, as they are read from JSON. Other values do not change."""
+    """Return `logit_bias` with its token ids as integers, because JSON has only text keys. Values in another form are
+    returned unchanged."""
     if not isinstance(value, dict):
         return value
     return {int(key) if key.isdecimal() and len(key) < 20 else key: bias for key, bias in value.items()}
 
 
 def _prompt(request: _CompletionRequest) -> tuple[str, tuple[int, ...] | None]:
-    """Return the text and the token ids of the prompt. Raises `ApiError`.
+    """Return the prompt as a text, and its token ids or None. Raises `ApiError`.
 
-    A prompt of token ids has their digest as its text, because only a replica can decode them.
+    If the client sent token ids, which only a replica can decode, the text is a digest of them.
     """
     field = "prompt" if request.prompt_token_ids is None else "prompt_token_ids"
     prompt = request.prompt if request.prompt_token_ids is None else request.prompt_token_ids
     if request.prompt is not None and request.prompt_token_ids is not None:
-        raise ApiError(400, "invalid_value", "prompt_token_ids: stands in place of prompt; send one of them", field)
+        raise ApiError(
+            400, "invalid_value", "prompt_token_ids: must not be sent together with prompt; send one of them", field
+        )
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
     if isinstance(prompt, str) and prompt and field == "prompt":
@@ -159,7 +164,7 @@ def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:
 
 
 class TextCompletions:
-    """The answers of `POST /v1/completions`."""
+    """Answers in the format of `POST /v1/completions`."""
 
     def headers(self, call: ChatCall) -> Mapping[str, str]:
         return answer_headers(call)
@@ -177,7 +182,7 @@ class TextCompletions:
 
 
 class _Chunks:
-    """Turns the chunks of replicas into the events of one stream."""
+    """Encoder of one streamed text completion: each chunk of a replica becomes events."""
 
     def __init__(self, call: ChatCall) -> None:
         self._call = call
@@ -208,20 +213,20 @@ class _Chunks:
     def end(self) -> bytes:
         return client_connection.encode_event(client_connection.DONE)
 
-    def broken(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         return client_connection.encode_event(error.body)
 
 
 class _Pieces:
-    """Converter of a replica's answer to the choices of a text completion, streamed or not."""
+    """Converter of an engine's choices to choices of a text completion, plain or streamed."""
 
     def __init__(self, call: ChatCall) -> None:
         self._request = call.request
         self._offsets: dict[int, int] = {}
-        """The length of the text of each choice so far."""
+        """Number of characters of each choice that were converted so far."""
 
     def choice(self, choice: EngineChoice, text: str, prompt_ids: Sequence[int] | None) -> dict[str, object]:
-        """Return a choice as the client gets it. `prompt_ids`: its prompt, for a client that requested token ids."""
+        """Convert a choice. `prompt_ids` are returned to a client that requested token ids."""
         fields: dict[str, object] = {
             "index": choice.index,
             "text": text,
@@ -234,7 +239,7 @@ class _Pieces:
         return fields
 
     def _logprobs(self, choice: EngineChoice) -> dict[str, object]:
-        """Return the logprobs in the form of this API: a list for each property of the tokens."""
+        """Return the logprobs as parallel lists of tokens, logprobs, alternatives and text offsets."""
         entries: Sequence[TokenLogprob] = (choice.logprobs.content if choice.logprobs else None) or ()
         offsets, offset = [], self._offsets.get(choice.index, 0)
         for entry in entries:

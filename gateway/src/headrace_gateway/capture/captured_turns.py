@@ -1,7 +1,7 @@
-"""Latest captured turns of each session.
+"""Memory of the latest captured turns of each session.
 
-A later turn refers to an earlier one that it extends, and a replica that did not answer the earlier turns continues
-their exact tokens.
+It serves two purposes. An event of a later turn can refer to an earlier turn that it extends, and a replica that did
+not answer the earlier turns can continue their exact tokens.
 
 A session of many calls repeats its history in each of them. So `reference` names an earlier turn with the beginning of
 the prompt, and the event contains the rest (`Turn.extends`). A chain of such turns begins again with a complete turn
@@ -26,47 +26,47 @@ from headrace_schemas.events.turn import TurnReference
 from headrace_schemas.http.replica_api import History
 from headrace_schemas.rules.turn_history import shared_bytes, token_bytes, token_ids_of
 
-ReplicaLife = tuple[str, datetime]
-"""The id of a replica, and when its process started."""
+ReplicaProcess = tuple[str, datetime]
+"""Process of a replica: its id, and the time of its start."""
 
 _ID_BYTES = 4
 _DIGEST_BYTES = 16
 _SHARED_TOKENS_MIN = 64
-"""A turn that shares fewer tokens is stored whole."""
+"""Tokens that a turn must share with an earlier turn to be stored as a reference to it."""
 _LINE_BYTES_MIN = 65_536
-"""Bytes that a line of turns may add in any case before the next whole turn."""
+"""Bytes that a chain of references may add in any case before the next complete turn."""
 _TURNS_PER_SESSION = 4
-"""Turns of a session that are remembered, so that conversations of one session may alternate."""
+"""Number of remembered turns per session. Several conversations of one session may alternate."""
 _EVENT_BYTES = 1024
 _PROMPT_TOKEN_BYTES = 6
 _SAMPLED_TOKEN_BYTES = 18
-"""Estimated bytes of a turn without its messages: its other fields, an id of its prompt, a sampled token."""
+"""Estimated bytes of a turn event without its messages: its other fields, one id of its prompt, one sampled token."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedTurn:
-    """Parts of a turn that a later turn of the session may share."""
+    """Parts of a captured turn that a later turn of the session may refer to."""
 
     turn_id: str
     version: str
-    replica: ReplicaLife | None
-    """The replica that answered."""
+    replica: ReplicaProcess | None
+    """Process of the replica that answered."""
     assignment: UnitAssignment | None
     tools: tuple[Tool, ...]
     prompt: bytes
     """Prompt ids as int32 bytes."""
     answers: tuple[bytes, ...]
     messages: bytes
-    """Digests of the conversation up to each message (`message_digests`)."""
+    """Digests of the conversation up to each message of the prompt (`message_digests`)."""
     replies: tuple[bytes, ...]
-    """Digest of the conversation with the message of each choice."""
+    """For each choice, the digest of the conversation that ends with the choice."""
     request_bytes: int
     event_bytes: int
-    """Estimated bytes of the event."""
+    """Estimated bytes of this turn's event."""
     whole_bytes: int
-    """Estimated bytes of the whole turn that the line begins with."""
+    """Estimated bytes of the complete turn at the beginning of the chain of references."""
     line_bytes: int = 0
-    """Estimated bytes of the turns of the line after that one."""
+    """Estimated bytes of the turns of the chain after the complete turn."""
 
     @property
     def size_bytes(self) -> int:
@@ -74,10 +74,12 @@ class CapturedTurn:
 
 
 class CapturedTurns:
-    """Memory of captured turns, bounded by `bytes_max`; 0 disables references. Thread-safe."""
+    """Memory of captured turns of at most `bytes_max` bytes. With 0 nothing is remembered, and every turn is stored
+    complete. Thread-safe."""
 
     def __init__(self, bytes_max: int, *, recalls: bool = False) -> None:
-        """Create the memory. With `recalls`, turns of earlier processes are read from the bus until `end_recall`."""
+        """Create the memory. With `recalls`, turns of earlier processes are also added (`recall`), until `end_recall`
+        is called."""
         self.remembers = bytes_max > 0
         """Whether any turn is remembered."""
         self._is_recalling = recalls
@@ -92,23 +94,21 @@ class CapturedTurns:
             return self._sessions.get(identity.tenant, identity.session_key) or ()
 
     def add(self, identity: CallIdentity, turn: CapturedTurn) -> None:
-        """Remember a turn that was stored durably, and forget the turns that it continues."""
+        """Remember a turn that was stored durably, and drop earlier turns that its prompt contains completely."""
         with self._lock:
             if self._is_recalling:
                 self._own.add(identity.session_key)
             self._add(identity, turn)
 
     def recall(self, identity: CallIdentity, turn: CapturedTurn) -> None:
-        """Remember a turn that was captured before this process started, and was now read back from the bus.
-
-        It is ignored if this process has itself captured turns of the same session, which are newer.
-        """
+        """Remember a turn of an earlier process, which was read from the bus. It is ignored if this process has
+        captured turns of the same session, because these are newer."""
         with self._lock:
             if identity.session_key not in self._own:
                 self._add(identity, turn)
 
     def end_recall(self) -> None:
-        """Stop to recall, because all turns of earlier processes have been read."""
+        """Stop accepting turns of earlier processes, because all of them have been read."""
         with self._lock:
             self._is_recalling = False
             self._own.clear()
@@ -121,11 +121,11 @@ class CapturedTurns:
         self._sessions.set(identity.tenant, identity.session_key, turns, size_bytes)
 
 
-def reference(
+def find_reference(
     call: ChatCall, prompt: bytes, assignment: UnitAssignment | None, earlier: Sequence[CapturedTurn]
 ) -> tuple[TurnReference, CapturedTurn] | None:
-    """Return a reference to the earlier turn that shares most tokens, with that turn, or None to store the turn
-    complete.
+    """Choose the earlier turn that shares the most tokens with a prompt. Return a reference to it and the turn, or None
+    if no turn shares enough tokens.
 
     Turns of another rollout arm are not used, because the registry stores the turns of one arm only.
     """
@@ -150,13 +150,13 @@ def reference(
     return named, turn
 
 
-def unseen_answer(
+def find_unseen_answer(
     call: ChatCall, version: str, replica: Replica, earlier: Sequence[CapturedTurn]
 ) -> tuple[CapturedTurn, int] | None:
-    """Return the earlier answer that `call` continues if the replica needs its exact tokens from the gateway, else
+    """Return the earlier answer that `call` continues if the replica must get its exact tokens from the gateway, else
     None.
 
-    A replica needs no tokens of answers that it has sampled itself since its start.
+    A replica needs no tokens of an answer that its present process has sampled.
 
     Args:
         call: the new call.
@@ -179,9 +179,7 @@ def unseen_answer(
 
 
 def history_of(turn: CapturedTurn, choice: int) -> History:
-    """Return the exact tokens of a turn's prompt and answer, for a replica that must continue a conversation it has not
-    answered itself.
-    """
+    """Convert the prompt and one answer of a turn to exact token ids, for a replica that has not sampled the answer."""
     return History(
         messages=len(turn.messages) // _DIGEST_BYTES,
         prompt_token_ids=token_ids_of(turn.prompt),
@@ -190,7 +188,8 @@ def history_of(turn: CapturedTurn, choice: int) -> History:
 
 
 def _continued_choice(call: ChatCall, turn: CapturedTurn) -> int | None:
-    """Return the choice of an earlier turn that `call` continues. Clients may send a single answer back changed."""
+    """Return the index of the choice of an earlier turn that `call` continues, or None. The only answer of a turn
+    counts even if the client changed it."""
     shared = len(turn.messages)
     if not call.message_digests.startswith(turn.messages) or len(call.message_digests) == shared:
         return None
@@ -201,16 +200,16 @@ def _continued_choice(call: ChatCall, turn: CapturedTurn) -> int | None:
     return 0 if is_answer and len(turn.answers) == 1 else None
 
 
-def captured_turn(
-    call: ChatCall, event: Turn, prompt: bytes, extended: CapturedTurn | None, replica: ReplicaLife | None = None
+def build_captured_turn(
+    call: ChatCall, event: Turn, prompt: bytes, extended: CapturedTurn | None, replica: ReplicaProcess | None = None
 ) -> CapturedTurn:
-    """Return the parts of a turn that are remembered.
+    """Return the parts of a captured turn that later turns may refer to.
 
     Args:
-        call: The call.
-        event: Its turn.
-        prompt: Its prompt ids as int32 bytes.
-        extended: The turn that it extends.
+        call: The finished call.
+        event: The turn event of the call.
+        prompt: The prompt ids as int32 bytes.
+        extended: The earlier turn that the event refers to, or None.
         replica: The replica that answered.
     """
     request_bytes = len(call.core) - (extended.request_bytes if extended else 0)
@@ -235,7 +234,7 @@ def captured_turn(
 
 
 def read_turn(turn: Turn) -> CapturedTurn:
-    """Convert a complete turn that an earlier process captured to the form in which it is remembered."""
+    """Return the parts of a complete turn event, read from the bus, that later turns may refer to."""
     encoded = [message_json(message) for message in turn.messages]
     digests = message_digests(encoded)
     last = digests[-_DIGEST_BYTES:]
@@ -259,9 +258,8 @@ def read_turn(turn: Turn) -> CapturedTurn:
 
 
 def message_digests(messages: Sequence[bytes]) -> bytes:
-    """Return one digest for each message, of the conversation up to and including it, concatenated. Equal digests
-    identify a common beginning of two conversations.
-    """
+    """Return the concatenated digests of a conversation, one for each message: the digest of all messages up to and
+    including it. Equal digests mean equal beginnings of two conversations."""
     digests = []
     digest = b""
     for message in messages:
@@ -275,7 +273,7 @@ def _extended_digest(digest: bytes, message: bytes) -> bytes:
 
 
 def _continues(turn: CapturedTurn, other: CapturedTurn) -> bool:
-    """Return whether the prompt of `turn` begins with the whole of `other`, which had one choice."""
+    """Return whether the prompt of `turn` begins with the prompt and the only answer of `other`."""
     return len(other.answers) == 1 and turn.prompt.startswith(other.prompt + other.answers[0])
 
 

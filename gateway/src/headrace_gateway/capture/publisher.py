@@ -1,5 +1,5 @@
-"""Publisher of events to the bus, or to the spool while the bus is unavailable. `publish` returns once they are
-durable."""
+"""Publisher of events to the bus, or to the spool on the disk while the bus is unavailable. `publish` returns once the
+events are durable."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 
 from headrace_gateway import metrics
-from headrace_gateway.access.refusals import overloaded
-from headrace_gateway.capture.spool import Shares, Spool, Spooled, in_stages
-from headrace_gateway.requests.feedback import Ends, LogEnds, after
+from headrace_gateway.access.refusals import overloaded_error
+from headrace_gateway.capture.spool import Shares, Spool, Spooled, split_into_stages
+from headrace_gateway.requests.feedback import Ends, LogEnds, end_offsets_of
 from headrace_gateway.settings import CaptureSettings
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.kafka.dead_letters import dead_letter
@@ -25,21 +25,22 @@ DRAIN_BATCH = 200
 """Spooled events that are sent to the bus at one time."""
 
 TENANT_SHARE = 0.5
-"""Where keys belong to several tenants, the part of the spool at which one of them alone is refused."""
+"""Part of the spool that one tenant may fill if keys belong to several tenants. Beyond it the tenant's requests are
+refused."""
 
 log = get_logger(__name__)
 _STOP_TIMEOUT_S = 1.0
 _RECONNECT_S = 0.5
 _DAMAGED_BYTES_MAX = 700_000
-"""Most bytes of a damaged record in its dead letter."""
+"""Maximum bytes of a damaged record that its dead letter contains."""
 Span = contextlib.AbstractContextManager[object]
 
 
 class Publisher:
-    """Publisher that sends directly to the bus while the spool is empty.
+    """Publisher that sends events directly to the bus while the spool is empty.
 
-    Otherwise all events pass through the spool, so that a session keeps its order. An event may reach the bus twice
-    with the same id (after a late acknowledgement or a crash).
+    Otherwise all events pass through the spool, so that the events of a session keep their order. An event may reach
+    the bus twice with the same id, after a late acknowledgement or a crash.
     """
 
     def __init__(
@@ -56,9 +57,9 @@ class Publisher:
         """Create the publisher.
 
         Args:
-            producer: Returns a new producer after the last one gave up.
-            prepare: Makes sure that the topics exist.
-            log_ends: Its end offsets are read before feedback about a session is sent.
+            producer: Function that creates a producer for each connection to the bus.
+            prepare: Function that creates missing topics, called before each connection.
+            log_ends: Function that creates the reader of end offsets, which feedback about a session contains.
             tenants: The number of tenants that share the spool.
         """
         self._make = producer
@@ -79,35 +80,35 @@ class Publisher:
         return self._producer is not None
 
     @property
-    def lacks_room(self) -> str | None:
-        """Return the reason why no more events can be made durable (limit of the spool, or full disk), or None."""
+    def refusal_reason(self) -> str | None:
+        """Reason why events of new requests could not be stored durably (spool at its limit, or disk full), or None."""
         if self._spool.full:
-            return f"the spool is full {self._why()}; capture.spool_bytes_max bounds it"
+            return f"the spool is full {self._backlog_reason()}; capture.spool_bytes_max bounds it"
         away = self._producer is None or self._spool.events > 0
         return self._spool.trouble if away else None
 
     def admit(self, tenant: str) -> None:
-        """Raise `ApiError` 503 while no more events of `tenant` can be made durable. Called before work begins."""
-        lack = self.lacks_room
+        """Check that events of a new request of `tenant` could be stored durably. Raises `ApiError` 503."""
+        lack = self.refusal_reason
         if lack is not None:
-            raise overloaded(lack)
+            raise overloaded_error(lack)
         share = self._settings.spool_bytes_max * TENANT_SHARE
         if self._shared and self._shares.of(tenant) >= share:
-            raise overloaded(
-                f"this tenant's part of the spool is full {self._why()}; it is half of capture.spool_bytes_max"
+            raise overloaded_error(
+                f"this tenant's part of the spool (half of capture.spool_bytes_max) is full {self._backlog_reason()}"
             )
 
-    def _why(self) -> str:
-        """Return the reason why events wait in the spool."""
+    def _backlog_reason(self) -> str:
+        """Return a clause for messages that explains why events wait in the spool."""
         if self._away or self._producer is None:
-            return "and the bus is away"
-        return "and is being sent to the bus, which is there; try again"
+            return "and the bus is unavailable"
+        return "and is being sent to the bus, which is available again; try again"
 
     async def publish(self, *events: Event) -> None:
         """Publish `events`, and return once all are durable.
 
-        Raises `Unavailable` if neither the bus nor the disk accepts them. Then none of them is sent later, because the
-        producer is dropped with its unsent events.
+        Raises `Unavailable` if neither the bus nor the disk accepts them. In this case none of them is sent later,
+        because the producer is dropped with its unsent events.
         """
         if self._spool.events == 0 and self._producer is not None:
             try:
@@ -131,14 +132,15 @@ class Publisher:
         self._spooled.set()
 
     async def _give_up_producer(self) -> None:
-        """Drop the producer: aiokafka would keep retrying events that were reported to their client as not recorded."""
+        """Drop the producer with its unsent events. Their clients were told that they are not recorded, but aiokafka
+        would keep retrying them."""
         producer, self._producer = self._producer, None
         if producer is not None:
             await producer.abandon()
         self._spooled.set()
 
     async def run(self) -> None:
-        """Keep a connection to the bus, and send the spooled events, until the owner cancels this."""
+        """Keep a connection to the bus and send the spooled events, until the task is cancelled."""
         self._shares.load(await self._spool.tenants())
         while True:
             try:
@@ -178,17 +180,17 @@ class Publisher:
                 raise Unavailable("the connection was given up, with what it had not yet sent")
             while self._spool.events:
                 batch = await self._spool.oldest(DRAIN_BATCH)
-                if not batch:  # still on its way to the disk
+                if not batch:  # its event is still being written to the disk
                     await asyncio.sleep(0.01)
                     continue
-                await self._as_long_as_it_takes(self._send_spooled(producer, batch))
+                await self._wait_until_sent(self._send_spooled(producer, batch))
                 await self._spool.remove(batch)
                 self._shares.remove(batch)
                 log.info("spool_drained", sent=len(batch), left=self._spool.events)
             await self._spooled.wait()
 
-    async def _as_long_as_it_takes(self, sending: Coroutine[None, None, None]) -> None:
-        """Wait without a time limit until a record is sent, while the bus may be unavailable.
+    async def _wait_until_sent(self, sending: Coroutine[None, None, None]) -> None:
+        """Wait for `sending` without a time limit, while the bus may be unavailable.
 
         aiokafka retries by itself, and a producer that is dropped during a retry would never end. If the bus has lost
         its topics, they are created again.
@@ -207,10 +209,11 @@ class Publisher:
             task.cancel()
 
     async def _send_spooled(self, producer: EventProducer, batch: Sequence[Spooled]) -> None:
-        """Send the events in stages, because an end may be sent only once the turns of its session are acknowledged."""
+        """Send spooled events in stages, because the end of a session may be sent only once the turns of the session
+        are acknowledged. If that fails for another reason than the bus, send each event alone."""
         read = [(_event(item), logs.span(item.traceparent)) for item in batch]
         try:
-            for stage in in_stages(read, lambda pair: pair[0]):
+            for stage in split_into_stages(read, lambda pair: pair[0]):
                 await self._send(producer, stage)
         except Exception as error:
             if is_fatal(error):
@@ -220,7 +223,8 @@ class Publisher:
                 await self._send_alone(producer, item)
 
     async def _send_alone(self, producer: EventProducer, item: Spooled) -> None:
-        """Send one spooled event. After three failed attempts, send its dead letter, so that the spool continues."""
+        """Send one spooled event. After three failed attempts send its dead letter instead, so that the events after it
+        are not blocked."""
         reason = ""
         for _ in range(TRIES):
             try:
@@ -233,18 +237,18 @@ class Publisher:
         return await self._send(producer, [(dead_letter("gateway", record, "unsendable", reason), None)])
 
     async def _send(self, producer: EventProducer, events: Sequence[tuple[Event, Span | None]]) -> None:
-        """Send each event in its trace span. Events without a span belong to the request that is being answered."""
+        """Send each event within its trace span. Events without a span belong to the span of the current request."""
         ends = await self._ends([event for event, _ in events])
         records: list[Outgoing] = []
         for number, (event, span) in enumerate(events):
             with span or contextlib.nullcontext():
                 records += await _records(producer, event, ends)
             if number:
-                await asyncio.sleep(0)  # many events of one request let other requests pass
+                await asyncio.sleep(0)  # other requests run between the many events of one request
         await producer.send_raw(records)
 
     async def _ends(self, events: Sequence[Event]) -> Ends:
-        """Return the present end offsets of the logs, if any of `events` needs them."""
+        """Return the end offsets of the topics if one of `events` must contain them, else an empty mapping."""
         if self._log_ends is None or not any(_is_about_session(event) for event in events):
             return {}
         return await self._log_ends.ends()
@@ -256,23 +260,23 @@ class Publisher:
 
 
 def _is_about_session(event: Event) -> bool:
-    """Return whether an event is matched with a run of its session by offsets (docs/decisions/0002)."""
+    """Return whether consumers match the event with a run of its session by offsets (docs/decisions/0002)."""
     return isinstance(event, Feedback) and not event.msg_ids and event.level != "task"
 
 
 def _is_for_all_partitions(event: Event) -> bool:
-    """Return whether the event is a tenant's commit or feedback about a task."""
+    """Return whether the event must be sent to all partitions: a tenant's commit, or feedback about a task."""
     commit = isinstance(event, SessionEnd) and event.scope == "tenant"
     return commit or (isinstance(event, Feedback) and event.level == "task")
 
 
 async def _records(producer: EventProducer, event: Event, ends: Ends) -> list[Outgoing]:
-    """Return the record of an event, or one record for each partition if the event concerns several sessions."""
+    """Return the records of an event: one, or one for each partition if the event concerns several sessions."""
     if _is_for_all_partitions(event):
         partitions = sorted(await producer.partitions(event.topic))
         return [await producer.encode(event.model_copy(update={"partition": number}), number) for number in partitions]
     if ends and _is_about_session(event):
-        return [await producer.encode(event, after=after(ends, event.key))]
+        return [await producer.encode(event, after=end_offsets_of(ends, event.key))]
     return [await producer.encode(event)]
 
 

@@ -1,4 +1,5 @@
-"""Memory of recent calls: repeated requests whose first answer may not have arrived, and trainable responses."""
+"""Memories of recent calls: requests whose answer may not have reached the client, and whether responses can be
+trained."""
 
 from __future__ import annotations
 
@@ -15,31 +16,34 @@ from headrace_schemas.events.opinion import Kind
 from headrace_schemas.rules.training import no_logprobs_reason, untrained_reason, unused_reason
 
 TURNS_MAX = 65_536
-"""Responses that are remembered, about 25 MB. Beyond it the tenant with the most responses forgets its oldest."""
+"""Number of responses that are remembered (about 25 MB). Beyond it the tenant with the most responses loses its
+oldest."""
 
 SignalsOf = Callable[[str, str], LearnedSignals | None]
-"""Returns the signals that the trainer of a model learns from answers of a version, or None if they are not known."""
+"""Function that returns the signals (values, edits, preferences) that the trainer of a model learns from answers of a
+version, or None if they are not known."""
 _WITHIN_S = 10.0
-"""Time after an answer within which the same request may be its retry: a proxy may have cut the connection unseen."""
+"""Seconds after an answer within which the same request counts as a possible retry, because a proxy may have cut the
+connection unnoticed."""
 _REQUESTS_MAX = 16_384
-"""Requests that are remembered, about 8 MB. Beyond it the tenant with the most requests forgets its oldest."""
+"""Number of requests that are remembered (about 8 MB). Beyond it the tenant with the most requests loses its oldest."""
 _Key = tuple[str, str]
 
 
 def no_signals(_model: str, _version: str) -> LearnedSignals | None:
-    """Return no signals, for a gateway that reads no topics."""
+    """Return None, for a gateway that reads no topics and so knows no trainer's signals."""
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingEffect:
-    """Whether feedback can train anything. `reason` is the reason if it cannot, in the terms of the turn account."""
+    """Whether feedback can be trained. If not, `reason` is the reason, in the terms of `headrace status`."""
 
     teaches: bool
     reason: str | None = None
 
     def fields(self) -> dict[str, bool | str]:
-        """Return the fields of the response to feedback that state whether it can be trained, and if not, why."""
+        """Return the fields `teaches` and, if the feedback cannot be trained, `reason` of the response to feedback."""
         return {"teaches": self.teaches} if self.reason is None else {"teaches": self.teaches, "reason": self.reason}
 
 
@@ -52,21 +56,22 @@ class _Response(NamedTuple):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether every algorithm that learns from rewards can train the response."""
+        """Whether each algorithm that learns from rewards can train the response."""
         return self.untrained is None and self.no_logprobs is None
 
 
 class RecentTurns:
-    """The last responses of this process. Responses of other gateways and of earlier processes are unknown."""
+    """Memory of the latest responses of this process and whether they can be trained. Responses of other gateways and
+    of earlier processes are unknown to it."""
 
     def __init__(self, signals_of: SignalsOf = no_signals) -> None:
         self._signals_of = signals_of
         self._responses: TenantMemory[str, _Response] = TenantMemory(TURNS_MAX)
         self._trainable_sessions: TenantMemory[str, bool] = TenantMemory(TURNS_MAX)
-        """Sessions with a response that every algorithm that learns from rewards can train."""
+        """Sessions with at least one response that each algorithm that learns from rewards can train."""
 
     def note(self, tenant: str, response_id: str, event: Turn | DeadLetter) -> None:
-        """Remember whether a response can be trained."""
+        """Remember the response that `event` records, and whether it can be trained."""
         if isinstance(event, Turn):
             reasons = untrained_reason(event), no_logprobs_reason(event)
             response = _Response(event.session_key, event.model, event.version, *reasons)
@@ -77,7 +82,8 @@ class RecentTurns:
             self._trainable_sessions.set(tenant, response.session_key, True)
 
     def training_effect(self, events: Sequence[Feedback]) -> TrainingEffect | None:
-        """Return the effect of the events of one feedback request on training, or None if it is unknown.
+        """Return whether the feedback in `events`, which are of one request, can be trained, or None if that is
+        unknown.
 
         A preference needs both of its answers. Other feedback needs one trainable response. The result for a session or
         task is unknown, because later turns may be trainable.
@@ -103,9 +109,8 @@ class RecentTurns:
         return TrainingEffect(True) if can_teach else None
 
     def _outcome(self, tenant: str, response: _Response, kind: Kind) -> TrainingEffect | None:
-        """Return whether feedback of this kind (for example a value or an edit) on a response will be trained, and if
-        not, why; None if it is unknown.
-        """
+        """Return whether feedback of one kind (for example a value or an edit) about one response can be trained, or
+        None if that is unknown."""
         if response.untrained is not None:
             return TrainingEffect(False, response.untrained)
         learns = self._signals_of(response.model, response.version)
@@ -122,20 +127,22 @@ class RecentTurns:
 class _Request:
     turn_id: str
     ended_s: float | None = None
-    """When the answer ended, by this process's monotonic clock."""
+    """Time at which the answer ended, by this process's monotonic clock; None before."""
     is_lost: bool = False
-    """Whether the client went away before the end of the answer."""
+    """Whether the client disconnected before the end of the answer."""
 
 
 class RepeatedRequests:
-    """Recent requests of each session, to recognize a client's retry of a request whose answer it did not get."""
+    """Memory of the recent requests of each session, by which a client's retry of an unanswered request is
+    recognized."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._requests: TenantMemory[_Key, _Request] = TenantMemory(_REQUESTS_MAX)
 
     def begin(self, call: ChatCall) -> str | None:
-        """Record a request. Return the turn that it repeats, if the client may not have got that turn's answer."""
+        """Remember a request. Return the id of the turn with the same request if its answer may not have reached the
+        client, else None."""
         key = self._key(call)
         earlier = self._requests.pop(call.identity.tenant, key)
         self._requests.set(call.identity.tenant, key, _Request(call.response_id))
@@ -145,15 +152,14 @@ class RepeatedRequests:
         return earlier.turn_id if earlier.is_lost or is_recent else None
 
     def disconnected(self, call: ChatCall) -> None:
-        """Remember that the client disconnected before the end of the answer, so that the same request counts as a
-        retry if it comes again.
-        """
+        """Remember that the client disconnected before the end of the answer, so that an equal request counts as a
+        retry."""
         request = self._find(call)
         if request is not None:
             request.is_lost = True
 
     def end(self, call: ChatCall) -> None:
-        """Record the end of the answer."""
+        """Remember the time at which the answer ended."""
         request = self._find(call)
         if request is not None:
             request.ended_s = self._clock.monotonic_s()

@@ -1,7 +1,8 @@
-"""Spool of events that were not yet sent to the bus: durable, ordered, bounded in total and for each tenant.
+"""Spool: a durable, ordered queue on the disk for events that were not yet sent to the bus, bounded in total and per
+tenant.
 
 One process at a time owns the spool, and each event has a digest. The space for work in progress is allocated before
-that work begins (`has_reserve`), so that a disk that becomes full refuses only new requests.
+that work begins, so that a disk that becomes full refuses only new requests.
 
 An event is sent once all earlier events of its session on other topics are acknowledged: an end must not overtake the
 turns that it ends, nor feedback the turns that it is about. Sessions are independent. A batch takes as many round trips
@@ -34,13 +35,13 @@ _ALLOCATE_INTERVAL_S = 0.5
 
 
 class Shares:
-    """Bytes by tenant."""
+    """Number of bytes in the spool by tenant."""
 
     def __init__(self) -> None:
         self._bytes: Counter[str] = Counter()
 
     def load(self, sizes: Mapping[str, int]) -> None:
-        """Set the bytes that the spool held at the start."""
+        """Add the bytes of events that were in the spool when the process started."""
         self._bytes.update(sizes)
 
     def add(self, events: Iterable[Spooled]) -> None:
@@ -59,7 +60,7 @@ class Shares:
 
 
 def tenant_of(item: Spooled) -> str:
-    """Return the tenant of an event, or an empty string for events without one, such as dead letters."""
+    """Return the tenant of a spooled event, or an empty string for events without a tenant, such as dead letters."""
     try:
         event = from_json(item.value)
     except ValueError:
@@ -68,11 +69,11 @@ def tenant_of(item: Spooled) -> str:
         return ""
     model = EVENTS.get(item.topic)
     field = model.model_fields.get("tenant") if model is not None else None
-    return str(event.get("tenant", field.default if field is not None else ""))  # feedback leaves its defaults out
+    return str(event.get("tenant", field.default if field is not None else ""))  # JSON of feedback omits default values
 
 
 class Spool:
-    """Spool of one gateway process, which is an async context manager.
+    """Spool of one gateway process. It is an async context manager.
 
     `append` returns after fsync; concurrent appends share one fsync. Only the task that drains the spool calls `oldest`
     and `remove`.
@@ -81,7 +82,8 @@ class Spool:
     def __init__(
         self, folder: Path, bytes_max: int, reserve_bytes: int = RESERVE_BYTES, guard: disk.DiskGuard | None = None
     ) -> None:
-        """Create the spool. While the disk of `guard` is short and the bus is unavailable, new requests are refused."""
+        """Create the spool. While the bus is unavailable and `guard` reports too little free space, new requests are
+        refused."""
         self._folder = folder
         self._bytes_max = bytes_max
         self._log = SpoolLog(folder, reserve_bytes, guard)
@@ -93,7 +95,7 @@ class Spool:
         self._coming_bytes = 0
 
     async def __aenter__(self) -> Spool:
-        """Open the spool. Waits while the disk is full.
+        """Open the spool. If the disk is full, wait until it has space.
 
         Raises:
             SettingError: another process owns this spool.
@@ -114,7 +116,7 @@ class Spool:
 
     @property
     def events(self) -> int:
-        """Number of waiting events, including those that are being written."""
+        """Number of events in the spool, including those that are being written."""
         return self._log.events + self._coming_events
 
     @property
@@ -123,18 +125,18 @@ class Spool:
 
     @property
     def full(self) -> bool:
-        """Whether new requests are refused. Events of requests in progress are still accepted; concurrency bounds
-        them."""
+        """Whether the spool has reached its limit, so that new requests are refused. Events of requests in progress are
+        still stored; the limit on concurrent requests bounds them."""
         return self.bytes >= self._bytes_max
 
     @property
     def trouble(self) -> str | None:
-        """Reason why the disk has no space for new requests, or None."""
+        """Reason why the disk has too little space for new requests, or None."""
         return self._log.trouble
 
     async def append(self, events: Sequence[Spooled]) -> None:
-        """Append `events`, and return once they are on the disk. Raises `Unavailable` if that fails; then none is
-        stored."""
+        """Append `events`, and return once they are synced to the disk. Raises `Unavailable` if that fails; in this
+        case none of them is stored."""
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((events, written))
         self._coming_events += len(events)
@@ -150,7 +152,7 @@ class Spool:
             raise Unavailable(f"disk: {self._folder}: {error.strerror}") from error
 
     async def tenants(self) -> Mapping[str, int]:
-        """Bytes of waiting events by tenant."""
+        """Return the number of bytes of spooled events by tenant."""
         return await self._run(self._tenants)
 
     async def oldest(self, limit: int) -> list[Spooled]:
@@ -170,7 +172,7 @@ class Spool:
             except OSError as error:
                 for _, written in batch:
                     written.set_exception(error)
-                    written.exception()  # seen, also when its caller has gone
+                    written.exception()  # marked as retrieved, because the caller may have been cancelled
             else:
                 for _, written in batch:
                     written.set_result(None)
@@ -209,9 +211,9 @@ class Spool:
 __all__ = ["RESERVE_BYTES", "Spool", "SpoolBroken", "Spooled"]
 
 
-def in_stages(items: Sequence[T], event_of: Callable[[T], Event]) -> list[list[T]]:
-    """Divide events into stages such that a stage may be sent once the one before it is acknowledged; this keeps the
-    order of each session across topics.
+def split_into_stages(items: Sequence[T], event_of: Callable[[T], Event]) -> list[list[T]]:
+    """Divide events into stages, each of which may be sent once the stage before it is acknowledged. This keeps the
+    order of the events of each session across topics.
 
     Items keep their order within a stage. A tenant's commit waits for all items before it, and all items after it wait
     for it.

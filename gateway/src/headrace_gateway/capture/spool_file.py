@@ -1,5 +1,5 @@
-"""Files of the spool. Each file is allocated completely before its first record, and damage affects only the damaged
-records.
+"""Segment files of the spool. Each file is allocated completely before its first record, and damage of a file affects
+only the damaged records.
 
 A segment is a file of a fixed size with consecutive records:
 
@@ -30,7 +30,7 @@ _HEADER_BYTES = _HEADER.size + _CRC.size
 _DIGEST_BYTES = 16
 OVERHEAD_BYTES = _HEADER_BYTES + _DIGEST_BYTES
 _STRAY_BYTES_MAX = OVERHEAD_BYTES // 2
-"""Fewer bytes than this in unused space cannot be the rest of a record."""
+"""Number of nonzero bytes in unused space below which they cannot be the rest of a record."""
 _SUFFIX = ".spool"
 _SLOT = struct.Struct("<QQQ")
 _SLOT_BYTES = _SLOT.size + _DIGEST_BYTES
@@ -38,28 +38,27 @@ _SLOT_BYTES = _SLOT.size + _DIGEST_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Spooled:
-    """Waiting event. `value` is its JSON without an envelope."""
+    """Event in the spool. `value` is its JSON without an envelope."""
 
     topic: str
     value: bytes
     traceparent: str | None = None
     seq: int = 0
     damage: str = ""
-    """The reason why this is not the event that was written, and its position; `value` then holds the rest of its
-    bytes."""
+    """For a damaged record, the reason and the position; `value` then contains the bytes that are left. Empty for an
+    intact event."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScannedRecord:
-    """Result of reading one record of a spool file: the event and the offset after it. `event` is None where the bytes
-    are damaged.
-    """
+    """Result of reading one record of a segment: the event, and the offset in the file after it. `event` is None where
+    the bytes contain no record."""
 
     event: Spooled | None
     end: int
 
 
-def packed(event: Spooled, seq: int) -> bytes:
+def encode_record(event: Spooled, seq: int) -> bytes:
     about = json.dumps([event.topic, event.traceparent], ensure_ascii=False).encode()
     payload = about + b"\n" + event.value
     header = _HEADER.pack(MAGIC, len(payload), seq)
@@ -67,7 +66,7 @@ def packed(event: Spooled, seq: int) -> bytes:
 
 
 def scan(data: bytes, base: int, file_name: str) -> Iterator[ScannedRecord]:
-    """Yield the records of `data` in order.
+    """Yield the records in `data` in order, including damaged ones.
 
     Args:
         data: Bytes of a file.
@@ -105,7 +104,7 @@ def _remains(raw: bytes, file_name: str) -> Spooled | None:
 
 
 def _header(data: bytes, at: int) -> tuple[int, int] | None:
-    """Return sequence and payload length if a complete record may begin at `at`, else None."""
+    """Return the sequence number and the payload length if a complete record may begin at `at`, else None."""
     if data[at : at + 4] != MAGIC or at + OVERHEAD_BYTES > len(data):
         return None
     header = data[at : at + _HEADER.size]
@@ -117,7 +116,7 @@ def _header(data: bytes, at: int) -> tuple[int, int] | None:
 
 
 def _next(data: bytes, at: int) -> int:
-    """Return where the next readable record begins, or the end."""
+    """Return the offset at which the next readable record begins, or the length of `data`."""
     while (at := data.find(MAGIC, at)) >= 0:
         if _header(data, at) is not None:
             return at
@@ -130,7 +129,7 @@ def _digest(seq: int, payload: bytes) -> bytes:
 
 
 class SegmentOffset(NamedTuple):
-    """Offset of a byte in a segment."""
+    """Position of a byte in the spool: the number of its segment, and its offset in the file."""
 
     number: int
     byte: int
@@ -138,7 +137,7 @@ class SegmentOffset(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """Segment file. `end` is the offset of the next record; all bytes after it are zero."""
+    """Open segment file. `end` is the offset at which the next record is written; all bytes after it are zero."""
 
     number: int
     path: Path
@@ -148,7 +147,7 @@ class Segment:
 
     @classmethod
     def allocate(cls, folder: Path, number: int, size: int) -> Segment:
-        """Create a segment. Raises `OSError` when the disk has no room, and then leaves no file behind."""
+        """Create a segment file of `size` bytes. Raises `OSError` if the disk is full, and then leaves no file."""
         path = folder / f"{number:012d}{_SUFFIX}"
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -165,10 +164,10 @@ class Segment:
         return cls(number, path, handle, size)
 
     @classmethod
-    def existing(cls, folder: Path) -> list[Segment]:
-        """Return the segments of an earlier process, the oldest first.
+    def open_existing(cls, folder: Path) -> list[Segment]:
+        """Open the segments of an earlier process, and return them in order of their numbers.
 
-        `end` is the end of the file until its content has been read.
+        Until the content of a segment has been read, its `end` is the end of the file.
         """
         segments = []
         for path in sorted(folder.glob(f"*{_SUFFIX}")):
@@ -179,7 +178,7 @@ class Segment:
         return segments
 
     def read(self, start: int = 0) -> bytes:
-        """Return the bytes from `start` up to `end`."""
+        """Return the bytes from offset `start` up to `end`."""
         parts, at = [], start
         while at < self.end:
             part = os.pread(self.handle, self.end - at, at)
@@ -195,8 +194,9 @@ class Segment:
     def sync(self) -> None:
         (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(self.handle)
 
-    def blank(self, start: int, stop: int) -> None:
-        """Write zeros over a refused record, so that no later process reads it."""
+    def overwrite(self, start: int, stop: int) -> None:
+        """Overwrite a record with zeros because its caller was told that it was not stored, so that no later process
+        reads it."""
         _pwrite(self.handle, bytes(stop - start), start)
         self.sync()
 
@@ -209,7 +209,8 @@ class Segment:
 
 
 class Position:
-    """Position up to which the bus has acknowledged all events: two slots, written alternately, each with a digest.
+    """File with the position up to which the bus has acknowledged all events. It has two slots, written alternately,
+    each with a digest.
 
     If a slot is damaged or lost in a power failure, the older slot is valid: some events are then sent again with the
     same ids. Slots are overwritten in place, so that no disk space is needed.
@@ -247,7 +248,7 @@ class Position:
 
 
 def _pwrite(handle: int, data: bytes, at: int) -> int:
-    """Write all of `data` at `at`. A disk that accepts only a part raises `OSError` at the next attempt."""
+    """Write all of `data` at offset `at`. If the disk accepts only a part, the next write raises `OSError`."""
     view, written = memoryview(data), 0
     while written < len(data):
         written += os.pwrite(handle, view[written:], at + written)

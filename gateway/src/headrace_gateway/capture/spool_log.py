@@ -1,5 +1,5 @@
-"""Log of all spool files: records are appended to the last file and read from the first, and one file is allocated
-ahead.
+"""Log of spooled events across its segment files. Records are appended to the last file and read from the first, and
+one file is allocated in advance.
 
 All methods block, and must be called from one thread.
 """
@@ -13,7 +13,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from headrace_gateway.capture.spool_file import Position, Segment, SegmentOffset, Spooled, packed, scan
+from headrace_gateway.capture.spool_file import Position, Segment, SegmentOffset, Spooled, encode_record, scan
 from headrace_runtime.errors import HeadraceError, SettingError
 from headrace_runtime.storage import disk
 
@@ -21,15 +21,15 @@ _DATABASE = "spool.db"
 
 
 class SpoolBroken(HeadraceError):
-    """Raised if a file of the spool cannot be read at all. The file may contain turns and is never removed
+    """Raised if a spool file cannot be read at all. The file may contain turns, so it is never removed
     automatically."""
 
 
 class SpoolLog:
-    """Log of spooled events.
+    """Log of the spooled events of one process.
 
-    About `reserve_bytes` are allocated ahead, so that `append` needs no new disk space. `trouble` is the reason why
-    half of that could not be allocated, or why the disk is short.
+    About `reserve_bytes` are allocated in advance, so that `append` needs no new disk space. `trouble` is the reason
+    why less than half of them could be allocated, or why the disk has too little free space; None without trouble.
     """
 
     def __init__(self, folder: Path, reserve_bytes: int, guard: disk.DiskGuard | None = None) -> None:
@@ -80,7 +80,7 @@ class SpoolLog:
         self.allocate_ahead()
 
     def close(self) -> None:
-        """Close the log. Further calls have no effect."""
+        """Close the files. Further calls have no effect."""
         for segment in (*self._segments, *self._spares):
             segment.close()
         self._segments, self._spares = [], []
@@ -90,13 +90,13 @@ class SpoolLog:
             self._lock = None
 
     def append(self, events: Sequence[Spooled]) -> None:
-        """Append all `events` durably. Raises `OSError`, and then none of them is stored."""
+        """Append `events` durably. Raises `OSError`; in this case none of them is stored."""
         self._blank_refused()
         before: dict[Segment, int] = {}
         reached: dict[Segment, int] = {}
         try:
             for event in events:
-                raw = packed(event, self._seq + 1)
+                raw = encode_record(event, self._seq + 1)
                 segment = self._with_room(len(raw))
                 before.setdefault(segment, segment.end)
                 reached[segment] = segment.end + len(raw)
@@ -116,7 +116,8 @@ class SpoolLog:
         self.allocate_ahead()
 
     def oldest(self, limit: int) -> list[Spooled]:
-        """Return the next events. Damaged records are included, with their `damage`."""
+        """Return the first events that were not removed, at most `limit`. Damaged records are included, with the reason
+        in `damage`."""
         self._handed = []
         at = self._at
         for event, at in self._records():
@@ -124,16 +125,16 @@ class SpoolLog:
                 self._handed.append((event, at))
             if len(self._handed) == limit:
                 return [event for event, _ in self._handed]
-        if not self._handed:  # damage may leave fewer events than were counted
+        if not self._handed:  # damage may leave fewer readable events than were counted
             self._passed(at)
         return [event for event, _ in self._handed]
 
     def waiting(self) -> Iterator[Spooled]:
-        """Yield all events that `oldest` would return, batch after batch."""
+        """Yield all events that were not removed, in order."""
         return (event for event, _ in self._records() if event is not None)
 
     def _records(self) -> Iterator[tuple[Spooled | None, SegmentOffset]]:
-        """Yield the records of the files from the position on, each with the position after it."""
+        """Yield the records after the acknowledged position, each with the position after it."""
         for segment in list(self._segments):
             if segment.number < self._at.number:
                 continue
@@ -142,16 +143,15 @@ class SpoolLog:
                 yield scanned.event, SegmentOffset(segment.number, scanned.end)
 
     def remove(self, events: Sequence[Spooled]) -> None:
-        """Remove the events that `oldest` returned last, or the first of them."""
+        """Remove `events`, which must be the first of those that `oldest` returned last."""
         handed, self._handed = self._handed[: len(events)], self._handed[len(events) :]
         self.events = max(0, self.events - len(handed))
         self.bytes = max(0, self.bytes - sum(len(event.value) for event, _ in handed))
         self._passed(handed[-1][1])
 
     def allocate_ahead(self) -> None:
-        """Reserve disk space for the events of requests in progress, so that they can be stored if the bus fails. Never
-        raises: `trouble` is set if there is too little.
-        """
+        """Reserve disk space for the events of requests in progress, so that they can be stored if the bus fails. If
+        there is too little space, set `trouble`; never raise."""
         try:
             shortage = self._guard.shortage() if self._guard is not None else None
             if shortage is not None:
@@ -178,7 +178,8 @@ class SpoolLog:
             self.events = self.bytes = 0
 
     def _is_done(self, segment: Segment) -> bool:
-        """Return whether the bus has everything in a segment to which no further record will be written."""
+        """Return whether the bus has acknowledged all events of a segment and no further record will be written to
+        it."""
         if segment.number == self._at.number:
             return self._at.byte >= segment.end and segment is not self._segments[-1]
         return segment.number < self._at.number
@@ -188,7 +189,7 @@ class SpoolLog:
         if last is not None and last.end + size <= last.size:
             return last
         while self._spares and self._spares[0].size < size:
-            self._spares.pop(0).delete()  # for a record that is larger than they are
+            self._spares.pop(0).delete()  # they are too small for this record
         segment = self._spares.pop(0) if self._spares else self._allocate(max(self._segment_bytes, size))
         self._segments.append(segment)
         return segment
@@ -199,19 +200,18 @@ class SpoolLog:
         return segment
 
     def _blank_refused(self) -> None:
-        """Overwrite records that were refused, so that no process finds them. Raises `OSError` if that fails."""
+        """Overwrite the records of failed `append` calls with zeros, so that no process reads them. Raises
+        `OSError`."""
         while self._refused:
             segment, start, stop = self._refused[0]
             if segment in self._segments:
-                segment.blank(start, stop)
+                segment.overwrite(start, stop)
             self._refused.pop(0)
 
     def _find(self) -> None:
-        """Take over the segments that an earlier process has left in the folder of the spool, and delete those without
-        events.
-        """
+        """Take over the segments that an earlier process left in the spool folder, and delete those without events."""
         self._at = self._position.read_position()
-        segments = Segment.existing(self._folder)
+        segments = Segment.open_existing(self._folder)
         self._number = max([self._at.number, *(segment.number for segment in segments)])
         for segment in segments:
             if segment.number >= self._at.number and self._count(segment):
@@ -220,9 +220,9 @@ class SpoolLog:
                 segment.delete()
 
     def _count(self, segment: Segment) -> bool:
-        """Count the waiting events in a segment of an earlier process, and return whether there are any.
+        """Count the events of a segment of an earlier process, and return whether there are any.
 
-        This sets the position of the segment's next record.
+        This also sets the offset at which its next record is written.
         """
         start = self._at.byte if segment.number == self._at.number else 0
         end = start
@@ -236,7 +236,7 @@ class SpoolLog:
         return end > start
 
     def _adopt_database(self) -> None:
-        """Take over the events of a gateway that kept its spool in SQLite."""
+        """Take over the events of an earlier release, which stored its spool in an SQLite database."""
         path = self._folder / _DATABASE
         if not path.exists():
             return

@@ -1,5 +1,4 @@
-"""The tokens and texts that the engine has sampled for one call so far, from a whole answer or from the chunks of a
-stream."""
+"""Tokens and texts of one call, collected from a plain answer or from the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from headrace_schemas.http.replica_api import Resume
 
 
 @dataclass(slots=True)
-class CallSoFar:
-    """Tool call whose tokens are still arriving."""
+class PartialCall:
+    """Tool call whose deltas are still arriving."""
 
     id: str = ""
     name: str = ""
@@ -28,17 +27,18 @@ class CallSoFar:
 
 
 @dataclass(slots=True)
-class ChoiceSoFar:
-    """Choice whose tokens are still arriving."""
+class PartialChoice:
+    """Choice whose deltas are still arriving."""
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
-    calls: dict[int, CallSoFar] = field(default_factory=dict)
+    calls: dict[int, PartialCall] = field(default_factory=dict)
     finish_reason: str | None = None
     stored_sets: list[int] | None = field(default_factory=list)
-    """The sets of tokens that `top_p`, `top_k` and `min_p` left, or None if they are not known for all tokens."""
+    """Encoded sets of the tokens that `top_p`, `top_k` and `min_p` allowed at each position, or None if they are not
+    known for all positions."""
 
     def add(self, choice: EngineChoice, message: EngineMessage) -> None:
         self.token_ids += choice.token_ids or ()
@@ -61,7 +61,7 @@ class ChoiceSoFar:
             self.stored_sets += stored
 
     def _add_call(self, index: int, added: EngineToolCall) -> None:
-        call = self.calls.setdefault(index, CallSoFar())
+        call = self.calls.setdefault(index, PartialCall())
         call.id = call.id or added.id or ""
         call.name += added.function.name or ""
         call.argument_pieces.append(added.function.arguments or "")
@@ -69,25 +69,22 @@ class ChoiceSoFar:
 
 @dataclass(slots=True)
 class Transcript:
-    """Tokens and texts of an answer that is being streamed, collected for its turn event.
-
-    `version` is the version that the first replica reported, also after another replica has resumed the answer.
-    """
+    """Tokens and texts of one answer, collected for its turn event."""
 
     replica_id: str = ""
     replica_started_at: datetime | None = None
     assignment: UnitAssignment | None = None
-    """The assignment of the attempt that made this answer."""
+    """Rollout assignment under which the answer was sampled."""
     version: str = ""
     prompt_token_ids: list[int] = field(default_factory=list)
     prompt_text: str | None = None
-    """The text of a prompt that came as token ids."""
+    """Text that the replica decoded from a prompt of token ids."""
     token_grammar: JsonValue = None
-    """The grammar that every replica of the call sampled with, or None if one of them reported none or another one."""
-    choices: dict[int, ChoiceSoFar] = field(default_factory=dict)
+    """Grammar with which all replicas of the call sampled, or None if one of them reported none or a different one."""
+    choices: dict[int, PartialChoice] = field(default_factory=dict)
     usage: EngineUsage | None = None
     other_prompt: bool = False
-    """A replica went on after another prompt than the one before had sampled from."""
+    """Whether a replica continued the answer after a different prompt than the replica before it."""
 
     def add(self, answer: EngineAnswer, *, streamed: bool) -> None:
         self.version = self.version or answer.model
@@ -100,41 +97,42 @@ class Transcript:
         self.prompt_text = answer.headrace_prompt_text or self.prompt_text
         self.usage = answer.usage or self.usage
         for choice in answer.choices:
-            state = self.choices.setdefault(choice.index, ChoiceSoFar())
+            state = self.choices.setdefault(choice.index, PartialChoice())
             state.add(choice, choice.delta if streamed else choice.message)
 
     def forget(self) -> None:
-        """Discard the opening of a replica that failed before its first token: another replica begins again."""
+        """Discard what a replica sent before its first token, because it failed and another replica begins again."""
         self.version, self.prompt_token_ids, self.token_grammar, self.usage = "", [], None, None
         self.choices.clear()
 
     @property
     def recorded_sets(self) -> dict[int, list[int]]:
-        """For each choice by its index, the encoded sets of tokens that could be sampled at each position.
+        """Encoded sets of the tokens that could be sampled at each position, by the index of the choice.
 
-        It is empty if the sets of one choice are unknown, or if they are too large together.
+        Empty if the sets of one choice are unknown, or if all sets together are too large for an event.
         """
         sets = {index: choice.stored_sets for index, choice in self.choices.items() if choice.stored_sets is not None}
         complete = len(sets) == len(self.choices) and sum(map(len, sets.values())) <= STORED_SETS_MAX
         return sets if complete else {}
 
     @property
-    def begun(self) -> bool:
-        """Whether the replica has begun to answer: a token or the end of an answer has arrived."""
+    def has_begun(self) -> bool:
+        """Whether the answer has begun: a token or the end of a choice has arrived."""
         return any(choice.token_ids or choice.finish_reason for choice in self.choices.values())
 
     @property
     def sampled(self) -> int:
-        """Number of sampled tokens of all choices."""
+        """Number of sampled tokens of all choices so far."""
         return sum(len(choice.token_ids) for choice in self.choices.values())
 
     def finished(self, choices: int) -> bool:
-        """Return whether all `choices` have ended."""
+        """Return whether all `choices` (their number) have ended."""
         ended = [choice for choice in self.choices.values() if choice.finish_reason is not None]
         return len(ended) == choices
 
     def disagreement(self) -> str | None:
-        """Return the disagreement about the sampled tokens, or None if everything agrees."""
+        """Return a message about the first contradiction between token ids, logprobs and usage, or None if they
+        agree."""
         for index, choice in self.choices.items():
             if len(choice.token_ids) != len(choice.logprobs):
                 return f"choice {index} has {len(choice.token_ids)} token ids and {len(choice.logprobs)} logprobs"
@@ -153,10 +151,11 @@ class Transcript:
         return None
 
     def resume(self) -> Resume | None:
-        """Return the request for another replica to continue, or None before the first token.
+        """Return the tokens sampled so far, as the part of a request with which another replica continues the answer.
+        None before the first token.
 
         Raises:
-            ValidationError: Tokens and logprobs disagree, so the stream cannot be continued.
+            ValidationError: The numbers of tokens and logprobs differ, so the stream cannot be continued.
         """
         if not self.sampled:
             return None

@@ -1,4 +1,4 @@
-"""A finished call as an event: a `Turn`, or a dead letter when its token counts do not agree."""
+"""Conversion of a finished call to an event: a `Turn`, or a dead letter if its token counts do not agree."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pydantic import JsonValue, ValidationError
 from pydantic_core import to_json
 
 from headrace_gateway import metrics
-from headrace_gateway.capture.captured_turns import CapturedTurn, captured_turn, reference
-from headrace_gateway.capture.transcript import ChoiceSoFar, Transcript
+from headrace_gateway.capture.captured_turns import CapturedTurn, build_captured_turn, find_reference
+from headrace_gateway.capture.transcript import PartialChoice, Transcript
 from headrace_gateway.requests.chat_call import ChatCall
 from headrace_runtime.metrics import DEAD_LETTERS
 from headrace_runtime.process.logs import get_logger
@@ -22,9 +22,9 @@ from headrace_schemas.values.text import storable
 
 log = get_logger(__name__)
 _NAME_LENGTH_MAX, _LENGTH_MAX = 512, 1_048_576
-"""Characters of a name and of a text in an event."""
+"""Maximum characters of a name and of a text in an event."""
 _RAW_BYTES_MAX = 1_500_000
-"""Most bytes that fit into a dead letter's value after base64."""
+"""Maximum bytes of JSON that fit into the value of a dead letter after base64."""
 
 
 def capture(
@@ -35,27 +35,28 @@ def capture(
     delivered: bool,
     untrained: str | None = None,
 ) -> tuple[Turn | DeadLetter, CapturedTurn | None]:
-    """Return the event of a finished call, and the parts of it that later turns of its session may share.
+    """Convert a finished call to its event. Return the event, and the parts that later turns of the session may refer
+    to (None for a dead letter).
 
     Args:
         call: The call.
-        transcript: Its answer.
-        earlier: Turns of the session that the turn may extend.
-        delivered: Whether the client was still connected.
-        untrained: Why turns of the version are never trained.
+        transcript: The tokens and texts of the answer.
+        earlier: Turns of the session that the event may refer to.
+        delivered: Whether the client was still connected at the end of the answer.
+        untrained: Reason why turns of the version are never trained, or None.
     """
     try:
         prompt = token_bytes(transcript.prompt_token_ids)
     except OverflowError:  # no token id; the event names it
         return event_of(call, transcript, delivered=delivered, untrained=untrained), None
-    extended = reference(call, prompt, transcript.assignment, earlier)
+    extended = find_reference(call, prompt, transcript.assignment, earlier)
     named = extended[0] if extended else None
     event = event_of(call, transcript, delivered=delivered, untrained=untrained, extends=named)
     if isinstance(event, DeadLetter):
         return event, None
     started_at = transcript.replica_started_at
     replica = (transcript.replica_id, started_at) if started_at is not None else None
-    return event, captured_turn(call, event, prompt, extended[1] if extended else None, replica)
+    return event, build_captured_turn(call, event, prompt, extended[1] if extended else None, replica)
 
 
 def event_of(
@@ -66,7 +67,7 @@ def event_of(
     untrained: str | None = None,
     extends: TurnReference | None = None,
 ) -> Turn | DeadLetter:
-    """Return the turn of a finished call, or the dead letter that replaces it."""
+    """Convert a finished call to its turn, or to a dead letter if the turn would be invalid."""
     disagreement = transcript.disagreement()
     if disagreement:
         return _refused(call, transcript, "token_mismatch", disagreement)
@@ -133,14 +134,15 @@ def _turn(
 
 
 def _messages(call: ChatCall, transcript: Transcript) -> tuple[Message, ...]:
-    """Return the messages of the prompt. A prompt that came as token ids is the text that the engine read in them."""
+    """Return the messages of the prompt for the event. For a prompt of token ids this is one message with the text that
+    the engine decoded."""
     if transcript.prompt_text is None or call.request.raw_prompt is None:
         return call.messages
     return (Message(role="user", content=storable(transcript.prompt_text)[:_LENGTH_MAX]),)
 
 
-def _choice(index: int, choice: ChoiceSoFar) -> dict[str, object]:
-    """Return one choice of an answer in the format of the turn event.
+def _choice(index: int, choice: PartialChoice) -> dict[str, object]:
+    """Convert one choice of an answer to the format of the turn event.
 
     Texts that exceed the event's limits are cut; the token ids contain the complete answer.
     """
@@ -182,7 +184,8 @@ def _refused(call: ChatCall, transcript: Transcript, reason: str, error: str) ->
 
 
 def _raw(call: ChatCall, transcript: Transcript) -> bytes:
-    """Return everything that was captured as JSON, without the texts where they would not fit."""
+    """Return the captured call as JSON for a dead letter. If that is too large, return only the numbers of token ids
+    and logprobs, without tokens and texts."""
     tokens: dict[str, JsonValue] = {
         "turn_id": call.response_id,
         "session_id": call.identity.session_id,

@@ -1,4 +1,4 @@
-"""One parsed chat call: caller, model, messages, and the request for a replica."""
+"""One parsed chat call: caller, model, messages, and the body of the request to a replica."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ CHAMPION = "champion"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The meaning of a request's `model`: an alias of a model (its champion by default), or one exact version."""
+    """Model, and alias or version, that a request's field `model` refers to."""
 
     model: str
     alias: str = CHAMPION
     version: str | None = None
     is_substitute: bool = False
-    """Whether the model answers in place of a model with an unknown name."""
+    """Whether the requested name is unknown, and this model answers in place of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """All parts of a call that do not depend on the replica."""
+    """A parsed call with all data that do not depend on the replica."""
 
     request: ChatRequest
     messages: tuple[Message, ...]
@@ -52,20 +52,21 @@ class ChatCall:
     target: Target
     response_id: str
     digest: str
-    """Digest of model, messages, tools and sampling: equal for an SDK's retry of the same request."""
+    """Digest of model, messages, tools and sampling parameters. It is equal if an SDK retries a request."""
     retry: int
     started_at: datetime
     core: bytes
-    """The replica's request as a JSON object without `model` and `stream`."""
+    """JSON object of the request to a replica, without the fields `model` and `stream`."""
     cache_salt: str = ""
-    """vLLM's name for the salt that separates the prefix caches of tenants."""
+    """Value of vLLM's field `cache_salt`, which separates the prefix caches of tenants."""
     side_call: str | None = None
-    """The kind of a call beside the client's task (`headrace_gateway.requests.identity`)."""
+    """Kind of a call that is not part of the client's task, for example `title` (see
+    `headrace_gateway.requests.identity`); None for other calls."""
     sub_agent: SubAgent | None = None
     response: ResponseRecord | None = None
-    """The place of the call among responses that its client may refer to."""
+    """Id, predecessor and conversation of the call in the Responses API; None in the other APIs."""
     repeats: str | None = None
-    """The turn whose request came again, if its client may not have got the answer."""
+    """Id of the turn with the same request whose answer may not have reached the client, or None."""
     message_digests: bytes = b""
     """Digests of the conversation up to each message (`headrace_gateway.capture.captured_turns`)."""
     ignored: tuple[str, ...] = ()
@@ -73,35 +74,35 @@ class ChatCall:
 
     @property
     def opens_a_run(self) -> bool:
-        """Whether this is the first call of a run in an implied session. Earlier runs may have the same session key.
+        """Whether the call is the first of a run in an implicit session, whose key earlier runs may also have.
 
-        A new run does not keep the version of earlier runs.
+        For such a call the version of the earlier runs is not kept.
         """
         return self.identity.source == "implicit" and len(opening(self.messages)) == len(self.messages)
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the request to a replica: the session and whether the call is background work, by which the
-        replica shares its capacity fairly.
-        """
+        """Headers of the request to a replica: the session key, and whether the call is background work. The replica
+        uses them to share its capacity fairly."""
         background = {PURPOSE_HEADER: BACKGROUND} if self.is_background else {}
         return {SESSION_HEADER: self.identity.session_key, **background}
 
     @property
     def is_background(self) -> bool:
-        """Whether the call is an evaluation, which gets the capacity that users leave."""
+        """Whether the call is an evaluation, which gets only capacity that calls of users do not need."""
         return self.identity.purpose == "eval"
 
     def without_max_tokens(self) -> ChatCall:
-        """Return the call without `max_tokens` for the replica, and report the field as one without effect.
+        """Return the call without a limit on the answer for the replica, and with `max_tokens` listed as a field
+        without effect.
 
-        Quotation marks inside JSON strings are escaped, so the first match is the field itself.
+        The first match in the JSON is the field itself, because quotation marks inside JSON strings are escaped.
         """
         field = b',"max_tokens":%d' % (self.sampling.max_tokens or 0)
         return replace(self, core=self.core.replace(field, b"", 1), ignored=(*self.ignored, "max_tokens"))
 
     def body(self, version: str, resume: Resume | None = None, history: History | None = None) -> bytes:
-        """Return the request body for a replica that serves `version`."""
+        """Return the body of the request to a replica that serves `version`."""
         parts = [b'{"model":', to_json(version), b","]
         if self.cache_salt:
             parts += [b'"cache_salt":', to_json(self.cache_salt), b","]
@@ -115,19 +116,19 @@ class ChatCall:
 
 
 _SENT_IF_SET = ("min_p", "presence_penalty", "frequency_penalty", "logit_bias", "stop")
-"""Sampling parameters that a request to a replica contains only where they have an effect."""
+"""Sampling parameters that are sent to a replica only if their value has an effect."""
 
 
 def canonical_request(
     request: ChatRequest, messages: tuple[Message, ...], sampling: Sampling, encoded: Sequence[bytes] | None = None
 ) -> bytes:
-    """Return the request's fields, without the model, that determine the sampled tokens, as canonical JSON.
+    """Return canonical JSON of the fields that determine the sampled tokens, without the model.
 
     Args:
         request: The request.
         messages: Its messages.
         sampling: Its sampling parameters.
-        encoded: The messages as JSON, if they are known.
+        encoded: The messages as JSON; None if they must be encoded here.
     """
     encoded = encoded if encoded is not None else [message_json(message) for message in messages]
     texts = b",".join(map(_for_template, messages, encoded))
@@ -154,7 +155,8 @@ def canonical_request(
 
 
 def core_of(canonical_json: bytes, request: ChatRequest) -> bytes:
-    """Return `canonical_json` with the fields that the gateway adds to each request: exact ids and logprobs."""
+    """Return `canonical_json` with the fields that the gateway adds to each request to a replica: exact token ids and
+    logprobs."""
     top = b',"top_logprobs":%d' % request.top_logprobs if request.top_logprobs else b""
     return canonical_json[:-1] + b',"return_token_ids":true,"logprobs":true' + top + b"}"
 
@@ -164,7 +166,7 @@ def digest_of(model: str, canonical_json: bytes) -> str:
 
 
 def _for_template(message: Message, encoded: bytes) -> bytes:
-    """Return a message as chat templates expect it: its content is always one text."""
+    """Return the JSON of a message whose content is one text, as chat templates expect it."""
     if isinstance(message.content, str):
         return encoded
     fields: dict[str, JsonValue] = message.model_dump(mode="json", exclude_none=True)

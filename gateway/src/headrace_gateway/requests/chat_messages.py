@@ -1,8 +1,8 @@
-"""Messages as clients send them: OpenAI's format, fields that SDKs add to echoed answers, and a memory of recent
-messages.
+"""Parsing of chat messages in OpenAI's format, with fields that SDKs add to answers they send back, and a cache of
+parsed messages.
 
-A client sends its whole conversation with each call. Only messages whose parsing depends on no other state are
-remembered.
+A client sends its whole conversation with each call. A message is cached only if its parsing depends on nothing but the
+message.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ MEDIA_PARTS = (
     "image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file", "document",
     "container_upload",
 )  # fmt: skip
-"""Types of parts that hold no text. A tuple: the `type` that a caller sends need not be hashable."""
+"""Types of content parts that are media. This is a tuple because the `type` that a caller sends may be unhashable."""
 _BYTES_MAX = 33_554_432
 _MESSAGE_LENGTH_MAX = 65_536
 _OBJECT_BYTES = 1536
-"""Estimated bytes of a message in addition to its text, which is kept as read, as an event and as JSON."""
+"""Estimated bytes of a cached message in addition to its text, which is stored as parsed, as event and as JSON."""
 _FIELDS = frozenset(("role", "content", "tool_calls", "tool_call_id", "name"))
 
 
 def _content(value: Any, info: ValidationInfo) -> Any:
-    """Return text or text parts. Other parts are refused, or replaced by a text where the settings allow it."""
+    """Return the content as text or as text parts. Parts of other types are refused, or replaced by a text where the
+    settings allow it."""
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -56,10 +57,9 @@ def _part_text(part: Any, info: ValidationInfo) -> str:
 
 
 def is_non_empty(value: JsonValue) -> bool:
-    """Return whether a value is neither null, "", [], {} nor a container of only such values.
+    """Return whether a value contains anything: it is not null, "", [], {} or a container of such values alone.
 
-    SDKs echo an answer's message with additional fields. An empty field has no effect, whatever its name; false and 0
-    have an effect.
+    An empty field that an SDK added to a message has no effect, whatever its name. False and 0 count as values.
     """
     if isinstance(value, dict):
         return any(map(is_non_empty, value.values()))
@@ -69,7 +69,7 @@ def is_non_empty(value: JsonValue) -> bool:
 
 
 def _arguments(value: Any) -> Any:
-    if isinstance(value, dict):  # some clients send the parsed object back
+    if isinstance(value, dict):  # some clients send the parsed object
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     if not isinstance(value, str):
         raise ValueError("must be a string that holds JSON, as the model wrote it")
@@ -77,7 +77,7 @@ def _arguments(value: Any) -> Any:
 
 
 class CalledFunction(Model):
-    """The function of an echoed tool call. SDKs may add the arguments that they parsed."""
+    """Function of an earlier tool call that the client sends back. SDKs may add the parsed arguments."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -86,7 +86,7 @@ class CalledFunction(Model):
 
 
 class EchoedToolCall(Model):
-    """A tool call that the model made before; SDKs may add its index in the stream."""
+    """Earlier tool call that the client sends back. SDKs may add its index in the stream."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -99,7 +99,7 @@ class EchoedToolCall(Model):
 
 
 class ChatMessage(Model):
-    """One message of a request."""
+    """One message of a chat request."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -109,13 +109,14 @@ class ChatMessage(Model):
     tool_calls: tuple[EchoedToolCall, ...] | None = None
     tool_call_id: Text | None = None
     function_call: CalledFunction | None = None
-    """The old form of a single tool call. Its result is a message with the role `function`."""
+    """Single tool call in OpenAI's deprecated format. Its result is a message with the role `function`."""
     reasoning_content: LongText | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _fill_content(cls, value: Any) -> Any:
-        """Read the null content of a tool as an empty text, and the refusal of an assistant as its content."""
+        """Replace the content null of a tool's message by an empty text, and use the refusal of an assistant as its
+        content."""
         if isinstance(value, dict) and value.get("content") is None:
             if value.get("role") in ("tool", "function") and "content" in value:
                 return {**value, "content": ""}
@@ -143,7 +144,7 @@ class ChatMessage(Model):
 
     @cached_property
     def event(self) -> Message:
-        """Message in the form of events, without the fields that SDKs added."""
+        """The message in the form of turn events, without the fields that SDKs added."""
         assert self.role != "function", "`with_tools` translates such messages"
         reasoning = self.reasoning_content or (self.model_extra or {}).get("reasoning")
         calls = tuple(call.event() for call in self.tool_calls) if self.tool_calls else None
@@ -158,7 +159,7 @@ class ChatMessage(Model):
 
     @cached_property
     def event_json(self) -> bytes:
-        """JSON of the message in an event."""
+        """The message as JSON in a turn event."""
         return message_json(self.event)
 
 
@@ -168,48 +169,48 @@ def _read(value: Any, validate: Callable[[Any], ChatMessage], info: ValidationIn
 
 
 ReadMessage = Annotated[ChatMessage, WrapValidator(_read)]
-"""A message of a request, which may be known from an earlier request."""
+"""Message of a request, taken from the cache if an equal message was parsed before."""
 
 
 def message_json(message: Message) -> bytes:
-    """Return the JSON of a message in an event."""
+    """Return the JSON of a message as turn events contain it."""
     return message.model_dump_json(exclude_none=True).encode()
 
 
 class MessageMemory:
-    """Bounded cache of parsed messages of all tenants, by digest. Thread-safe.
+    """Bounded cache of parsed messages, by tenant and JSON of the message. Thread-safe.
 
-    Agents send a whole conversation with each call. Only its new messages are parsed.
+    Agents send the whole conversation with each call. With the cache, only new messages are parsed.
     """
 
     def __init__(self) -> None:
         self._messages: TenantMemory[bytes, ChatMessage] = TenantMemory(_BYTES_MAX)
         self._lock = threading.Lock()
 
-    def view(self, tenant: str) -> KnownMessages:
-        """Return the messages of one tenant."""
-        return KnownMessages(self, tenant)
+    def view(self, tenant: str) -> TenantMessages:
+        """Return the part of the cache that belongs to `tenant`."""
+        return TenantMessages(self, tenant)
 
     def get(self, tenant: str, key: bytes) -> ChatMessage | None:
-        """Return a message, or None."""
+        """Return the cached message of `tenant` under `key`, or None."""
         with self._lock:
             return self._messages.get(tenant, key)
 
     def set(self, tenant: str, key: bytes, message: ChatMessage, size_bytes: int) -> None:
-        """Remember a message, and evict others if the memory is full."""
+        """Store a message, and evict others if the cache is full."""
         with self._lock:
             self._messages.set(tenant, key, message, size_bytes)
 
 
-class KnownMessages:
-    """The messages that one tenant sent."""
+class TenantMessages:
+    """Cached messages of one tenant."""
 
     def __init__(self, memory: MessageMemory, tenant: str) -> None:
         self._memory = memory
         self._tenant = tenant
 
     def read(self, value: Any, validate: Callable[[Any], ChatMessage]) -> ChatMessage:
-        """Return the message that `validate` parses from `value`, from the memory if it is remembered."""
+        """Return the message that `validate` parses from `value`, from the cache if it contains it."""
         key = _key_of(value)
         message = None if key is None else self._memory.get(self._tenant, key)
         if message is None:
@@ -220,7 +221,8 @@ class KnownMessages:
 
 
 def _key_of(value: Any) -> bytes | None:
-    """Return a key that is equal for equal messages, or None for a message that is not remembered."""
+    """Return the cache key of a message, which is equal for equal messages, or None if the message must not be
+    cached."""
     if not isinstance(value, dict) or not value.keys() <= _FIELDS or value.get("role") == "function":
         return None
     return to_json(value) if isinstance(value.get("content"), str | None) else None

@@ -43,7 +43,7 @@ from headrace_schemas.values.bounds import INT32, PROMPT_MESSAGES_MAX, SAMPLING,
 from headrace_schemas.values.plain_values import stop_strings
 
 FUNCTION_CALL = "function_call"
-"""The `finish_reason` and the field of a call where the request has `functions`."""
+"""Finish reason and message field of a call whose request has `functions`."""
 HARMLESS = frozenset(("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"))
 """Fields that do not change the sampled distribution. Any value is accepted."""
 
@@ -73,20 +73,23 @@ NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "guided_choice": (),
     "structured_outputs": (),
 }
-"""Fields of OpenAI's and vLLM's APIs that we cannot honour, with the values, besides empty ones, that have no effect.
+"""Fields of OpenAI's and vLLM's APIs that the gateway cannot apply, with their values that have no effect. Empty values
+have no effect either.
 
 Most of them would change the sampled distribution in ways that a `Turn` does not record.
 """
 
 
 def with_tools(request: ChatRequest) -> ChatRequest:
-    """Return the request with tools in place of functions. Raises `ApiError` 400 for a request with both."""
+    """Return the request with its deprecated `functions` converted to `tools`. Raises `ApiError` 400 if it has both."""
     changes: dict[str, Any] = {}
     if any(message.role == "function" or message.function_call for message in request.messages):
         changes = {"messages": _messages_with_tools(request.messages), "functions": request.functions or ()}
     if request.functions:
         if request.tools or request.tool_choice is not None:
-            raise ApiError(400, "invalid_value", "functions: tools are in their place; send one of them", "functions")
+            raise ApiError(
+                400, "invalid_value", "functions: must not be sent together with tools; send one of them", "functions"
+            )
         changes["tools"] = tuple(Tool(function=function) for function in request.functions)
         changes["parallel_tool_calls"] = False
     choice = _choice(request)
@@ -130,11 +133,11 @@ def _messages_with_tools(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage
 
 
 class StreamOptions(Model):
-    """`stream_options` of the request."""
+    """Request field `stream_options`."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
-    """Padding against traffic analysis; accepted, none is sent."""
+    """Padding against traffic analysis. It is accepted, but the gateway sends none."""
 
 
 def _function_choice(value: Any) -> Any:
@@ -144,11 +147,12 @@ def _function_choice(value: Any) -> Any:
 
 
 FunctionChoice = Annotated[Literal["none", "auto"] | NamedFunction | None, BeforeValidator(_function_choice)]
-"""The field `function_call`."""
+"""Request field `function_call`."""
 
 
 class ChatRequest(Model):
-    """A chat request. `parse_chat` builds it; fields that are not declared here are never passed on."""
+    """Body of `POST /v1/chat/completions`, built by `parse_chat`. Fields that are not declared here are never sent to a
+    replica."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -158,9 +162,9 @@ class ChatRequest(Model):
     tool_choice: ToolChoice = None
     functions: tuple[FunctionDefinition, ...] | None = Field(default=None, max_length=1024)
     function_call: FunctionChoice = None
-    """The old names of `tools` and `tool_choice` (`headrace_gateway.requests.chat_request`)."""
+    """Deprecated forms of `tools` and `tool_choice`."""
     parallel_tool_calls: bool | None = None
-    """False: of a call that is forced there is one. Otherwise how many there are is the model's own doing."""
+    """If false, a forced call is a single one. Otherwise the model decides how many calls it makes."""
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -179,9 +183,9 @@ class ChatRequest(Model):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     return_token_ids: bool | None = None
-    """vLLM's extension: token ids in the answer."""
+    """Whether the answer contains token ids, an extension of vLLM."""
     chat_template_kwargs: JsonObject | None = None
-    """vLLM's extension: arguments of the chat template, e.g. `enable_thinking`."""
+    """Variables for the chat template, for example `enable_thinking`, an extension of vLLM."""
     metadata: JsonObject | None = None
 
     @model_validator(mode="after")
@@ -213,12 +217,12 @@ class ChatRequest(Model):
 
     @property
     def needs(self) -> frozenset[str]:
-        """Abilities that the request requires of a replica (`Replica.grammars`)."""
+        """Abilities that a replica must announce in `Replica.grammars` to serve this request."""
         return constrained_fields(self.response_format, self.tool_choice)
 
     @property
     def raw_prompt(self) -> RawPrompt | None:
-        """Prompt of a text completion, or None if the chat template renders the messages."""
+        """Prompt that is used without the chat template, for a text completion; None for a chat."""
         return None
 
     @property
@@ -233,7 +237,7 @@ class ChatRequest(Model):
 
 
 def parse_chat(body: bytes, context: RequestContext) -> ChatRequest:
-    """Return the request that `body` holds, and report its ignored fields to `context`.
+    """Parse a body of `POST /v1/chat/completions`, and record its ignored fields in `context`.
 
     Raises:
         ApiError: 400 that names the field at fault, 413 for more JSON values than the rules allow.
@@ -244,7 +248,7 @@ def parse_chat(body: bytes, context: RequestContext) -> ChatRequest:
 
 
 def check_chat_request(request: ChatRequest, context: RequestContext) -> ChatRequest:
-    """Check the fields of a chat request, and return it with its thinking switch as an argument of the chat template.
+    """Check the fields of a chat request. Return it with its switch of thinking as a variable of the chat template.
 
     Raises:
         ApiError: 400, a field has a value that is not supported.
@@ -268,9 +272,8 @@ def check_chat_request(request: ChatRequest, context: RequestContext) -> ChatReq
 
 
 def _report_unheld_keywords(request: ChatRequest, context: RequestContext) -> None:
-    """Report to the client which keywords of its JSON schema the answer may violate, because the schema is not `strict`
-    and no grammar can enforce them.
-    """
+    """Record in `context` the keywords of the JSON schema that the answer may violate. The schema is not `strict`, and
+    no grammar can enforce these keywords."""
     schemas: list[tuple[str, JsonValue]] = []
     if requires_call(request.tool_choice):
         functions = [tool.function for tool in request.tools or ()]

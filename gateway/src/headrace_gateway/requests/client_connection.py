@@ -1,4 +1,4 @@
-"""Connection to the client of one request: server-sent events, sending, and detection of disconnects.
+"""Connection to the client of one request: sending, server-sent events, and detection of disconnects.
 
 https://html.spec.whatwg.org/multipage/server-sent-events.html#event-stream-interpretation
 """
@@ -15,13 +15,14 @@ from starlette.types import Receive, Send
 
 DONE = b"[DONE]"
 COMMENT = b": keep-alive\n\n"
-"""Bytes between events that readers skip."""
+"""Comment of a server-sent event stream, which clients skip. It keeps a silent connection open."""
 _SEPARATORS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
-"""U+2028, U+2029 and U+0085 in UTF-8, and as JSON escapes them."""
+"""U+2028, U+2029 and U+0085 in UTF-8, with their JSON escapes."""
 
 
 class ClientConnection:
-    """Connection to a client. `watched` must begin after the request body has been read."""
+    """Connection to the client of one request. `watch_disconnect` must be entered after the request body has been
+    read."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive = receive
@@ -33,7 +34,7 @@ class ClientConnection:
         self._has_written = False
 
     @contextlib.asynccontextmanager
-    async def watched(self, on_gone: Callable[[], None]) -> AsyncIterator[None]:
+    async def watch_disconnect(self, on_gone: Callable[[], None]) -> AsyncIterator[None]:
         """Watch the connection inside the context. After a disconnect, set `disconnected` and call `on_gone` once."""
         watch = asyncio.create_task(self._until_gone(on_gone))
         try:
@@ -51,7 +52,7 @@ class ClientConnection:
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     @contextlib.asynccontextmanager
-    async def pinged(self, ping: bytes, interval_s: float) -> AsyncIterator[None]:
+    async def keep_alive(self, ping: bytes, interval_s: float) -> AsyncIterator[None]:
         """Send `ping` inside the context whenever a stream that has begun was silent for `interval_s`."""
         pings = asyncio.create_task(self._ping(ping, interval_s)) if ping else None
         try:
@@ -69,24 +70,24 @@ class ClientConnection:
 
     async def _until_gone(self, on_gone: Callable[[], None]) -> None:
         while (await self._receive())["type"] != "http.disconnect":
-            pass  # nothing else follows a whole body
+            pass  # after the complete body, only the disconnect follows
         self.disconnected = True
         on_gone()
 
 
 class EventTooLarge(Exception):
-    """Raised for an event that is larger than its limit."""
+    """Raised by `Splitter.feed` for an event that is larger than `event_bytes_max`."""
 
 
 class Splitter:
-    """Parser of server-sent events from bytes in any portions. Comments and other fields are skipped."""
+    """Incremental parser of server-sent events. It skips comments and all fields except `data`."""
 
     def __init__(self, event_bytes_max: int) -> None:
         self._rest = b""
         self._max = event_bytes_max
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the data of every event that `data` completes. Raises `EventTooLarge`."""
+        """Append bytes, and return the data of each event that is complete now. Raises `EventTooLarge`."""
         data = self._rest + data
         if b"\r" in data:
             data = data.replace(b"\r\n", b"\n")

@@ -1,6 +1,6 @@
-"""Fields of a replica's response that the gateway reads: those of a vLLM server's chat completions.
+"""Models of a replica's response, with the fields of vLLM's chat completions that the gateway reads.
 
-These models also list the fields that may reach a client: a field that is not declared here never does.
+A field that is not declared here is never sent to a client.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from headrace_schemas.values.text import is_storable, storable
 
 
 class EngineModel(BaseModel):
-    """Tolerant: engines add fields with every release."""
+    """Base of the models. Unknown fields are ignored, because engines add fields with each release."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
 @with_config(ConfigDict(extra="ignore"))
 class TokenLogprob(TypedDict, total=False):
-    """One sampled token. Plain dictionaries: there is one for every token."""
+    """One sampled token with its logprob. It is a plain dictionary, because there is one for each token."""
 
     token: str
     logprob: Required[float]
@@ -47,7 +47,7 @@ class EngineUsage(EngineModel):
 
 
 class EngineFunction(EngineModel):
-    """A called function, or an addition to one."""
+    """Name and arguments of a called function, or a delta of them in a stream."""
 
     name: str | None = None
     arguments: str | None = None
@@ -58,7 +58,7 @@ class EngineFunction(EngineModel):
 
 
 class EngineToolCall(EngineModel):
-    """A tool call, or an addition to the one with this `index` when streaming."""
+    """Tool call, or in a stream a delta of the call with this `index`."""
 
     index: int | None = None
     id: str | None = None
@@ -67,19 +67,19 @@ class EngineToolCall(EngineModel):
 
 
 class EngineMessage(EngineModel):
-    """A message, or an addition to one."""
+    """Message, or a delta of one in a stream."""
 
     role: str | None = None
     content: str | None = None
     refusal: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = Field(default=None, exclude=True)
-    """The name of `reasoning_content` in newer vLLM servers."""
+    """Name that newer vLLM servers use for `reasoning_content`."""
     tool_calls: list[EngineToolCall] | None = None
 
     @property
     def indexed_calls(self) -> Iterator[tuple[int, EngineToolCall]]:
-        """Yield the tool calls with the index that the engine gives, or else with their position."""
+        """Yield the tool calls with their indices. A call without an index gets its position."""
         for position, call in enumerate(self.tool_calls or ()):
             yield position if call.index is None else call.index, call
 
@@ -93,7 +93,7 @@ class EngineMessage(EngineModel):
 
 
 class EngineChoice(EngineModel):
-    """One choice of a whole answer (`message`) or of a chunk (`delta`)."""
+    """One choice of a plain answer (`message`) or of a chunk (`delta`)."""
 
     index: int
     message: EngineMessage = Field(default_factory=EngineMessage)
@@ -101,25 +101,26 @@ class EngineChoice(EngineModel):
     logprobs: ChoiceLogprobs | None = None
     token_ids: list[int] | None = None
     headrace_stored_sets: list[int] | None = Field(default=None, exclude=True)
-    """Our engine's extension: the tokens that `top_p`, `top_k` and `min_p` left (`Choice.stored_sets`)."""
+    """Encoded sets of tokens that `top_p`, `top_k` and `min_p` allowed, an extension of Headrace's engines
+    (`Choice.stored_sets`)."""
     finish_reason: str | None = None
 
 
 class EngineAnswer(EngineModel):
-    """A whole answer, or one chunk of a stream. `model` is the version that the engine used (promise P3)."""
+    """Plain answer, or one chunk of a stream. `model` is the version that the engine used."""
 
     model: str = ""
     choices: list[EngineChoice] = []
     usage: EngineUsage | None = None
     prompt_token_ids: list[int] | None = None
     headrace_grammar: JsonValue = Field(default=None, exclude=True)
-    """Our engine's extension: the grammar that the answer is sampled with (`TokenGrammar`)."""
+    """Grammar with which the answer is sampled, an extension of Headrace's engines (`TokenGrammar`)."""
     headrace_prompt_text: str | None = Field(default=None, exclude=True)
-    """Our engine's extension: the text of a prompt that came as token ids."""
+    """Text of a prompt that was sent as token ids, an extension of Headrace's engines."""
     error: JsonValue = None
 
     def drop_abort(self) -> bool:
-        """Remove finish reasons that mean that the engine gave up. Return True if there was one."""
+        """Remove finish reasons `abort`, with which an engine gives up on a choice. Return whether there was one."""
         aborted = [choice for choice in self.choices if choice.finish_reason == "abort"]
         for choice in aborted:
             choice.finish_reason = None

@@ -1,4 +1,4 @@
-"""Conversion of feedback requests to events, one for each session, ordered by the end offsets of the logs.
+"""Conversion of feedback requests to events, one for each session, and reading of the end offsets that order them.
 
 Consumers check the ids later. Each event lists only the turns of its own session, so that all events together are
 about as large as the request.
@@ -26,12 +26,14 @@ from headrace_schemas.values import ids
 from headrace_schemas.values.text import printable
 
 _SESSIONS_MAX = 64
-"""Sessions that one feedback may list turns of; beyond it the answer is 422. Each counts as a request."""
+"""Maximum number of sessions of the turns in one feedback; more are refused with 422. Each session counts as a
+request."""
 GROWTH_MAX = 9.0
-"""Bytes of events that each byte of a request (of at least 1 KiB) for several sessions may become; else 413."""
+"""Maximum size of the events of a feedback about several sessions, as a multiple of the request's bytes (at least 1
+KiB); larger ones are refused with 413."""
 
 _HEADERS_BYTES = 300
-"""Estimated bytes that an event's envelope adds on the log."""
+"""Estimated bytes that an event's envelope adds in the log."""
 _BODY_BYTES_MIN = 1024
 TOPICS = (Turn.topic, Trajectory.topic)
 Ends = Mapping[str, Mapping[int, int]]
@@ -48,7 +50,7 @@ def events_of(
     """Convert a feedback request to feedback events, one for each session that it is about.
 
     Args:
-        copies: number of times that each event is sent.
+        copies: number of partitions that each event is sent to.
 
     Raises:
         ApiError: 400 for fields that contradict each other, 403 for sessions that the key may not touch, 413 for copies
@@ -71,7 +73,7 @@ def events_of(
 
 
 def _check_bound(request: FeedbackRequest, caller: Caller) -> None:
-    """Check that a key that is bound to a session gives feedback about that session alone. Raises `ApiError` 403."""
+    """Check that a key that is bound to a session sends feedback about that session alone. Raises `ApiError` 403."""
     if caller.session_id is None:
         return
     if request.level == "task":
@@ -126,11 +128,11 @@ def _events(
 
 
 def check_values_of(event: Feedback, values: SourceValues) -> None:
-    """Check that a feedback event is inside the declared ranges of its sources, so that the scorer does not refuse it
-    later.
+    """Check that the values of a feedback event are inside the ranges that the settings declare for their sources. The
+    scorer would refuse others later.
 
     Raises:
-        ApiError: 400, with the field and the source.
+        ApiError: 400. The message names the field and the source.
     """
     for source, value in values_of(event, values.labels):
         violation = values.violation(source, value)
@@ -139,7 +141,7 @@ def check_values_of(event: Feedback, values: SourceValues) -> None:
 
 
 def _field_of(event: Feedback, source: str) -> str:
-    """Return the field of the feedback event that contains the value for a reward source.
+    """Return the name of the request field that contains the value of a reward source.
 
     It is `parts.NAME` if the source is that of the metric NAME, else `label`, `value` or `rating`.
     """
@@ -163,7 +165,7 @@ def _check_size(events: Sequence[Feedback], copies: int, body_bytes: int) -> Non
 
 
 def from_trinity(request: TrinityFeedback) -> FeedbackRequest:
-    """Return a feedback request for Trinity's reward. The run stays open until Trinity's `/commit`, or until it is
+    """Convert Trinity's reward to a feedback request. The run stays open until Trinity's `/commit`, or until it is
     idle."""
     return FeedbackRequest(
         msg_ids=request.msg_ids, value=request.reward, task_id=request.task_id, run_id=request.run_id
@@ -200,9 +202,9 @@ def turns_by_session(tenant: str, session_id: str | None, targets: Sequence[str]
 
 
 class LogEnds:
-    """Reader of end offsets from the bus.
+    """Reader of the present end offsets of `turns` and `trajectories` on the bus.
 
-    Callers during a request share the next request, so that a result is never older than the call.
+    Callers that arrive during a request to the bus share the next one, so that no result is older than its call.
     """
 
     def __init__(self, offsets: Offsets) -> None:
@@ -211,7 +213,7 @@ class LogEnds:
         self._next: asyncio.Task[Ends] | None = None
 
     async def start(self) -> None:
-        """Connect to the bus. Raises `Unavailable` if the bus does not answer."""
+        """Return the present end offset of each partition, by topic. Raises `Unavailable`."""
         await self._offsets.start()
 
     async def stop(self) -> None:
@@ -240,7 +242,7 @@ def _retrieve_error(task: asyncio.Task[Ends]) -> None:
         task.exception()
 
 
-def after(ends: Ends, key: str) -> Mapping[str, int]:
-    """Return the end offsets of the partitions of `key` by topic."""
+def end_offsets_of(ends: Ends, key: str) -> Mapping[str, int]:
+    """Return, by topic, the end offset of the partition that events with `key` are sent to."""
     hashed = murmur2(key.encode()) & 0x7FFFFFFF
     return {topic: offsets[hashed % len(offsets)] for topic, offsets in ends.items() if offsets}

@@ -1,4 +1,4 @@
-"""The bodies of requests that send feedback or end sessions."""
+"""Bodies of requests that send feedback or end sessions."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX, JSON_BOUNDS, Score
 from headrace_schemas.values.ids import NAME
 
 TARGETS_MAX = 4095
-"""Response ids in one feedback, one less than an event can carry."""
+"""Maximum number of response ids in one feedback, one less than an event can contain."""
 _EPOCH_MS_FROM = 100_000_000_000
-"""Numbers from here on are milliseconds since 1970 (1973 in seconds would be year 5138)."""
+"""Numbers from this value on are times in milliseconds since 1970, smaller ones in seconds. As seconds it would be the
+year 5138."""
 
 
 def _number(value: Any) -> Any:
-    """Return a number. A string such as "NaN" or "0.5" is refused, because it shows a bug of the client."""
+    """Return `value` if it is a number. Raise `ValueError` for a text such as "NaN" or "0.5", because it shows a bug of
+    the client."""
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ValueError("must be a number")
     return value
@@ -41,12 +43,13 @@ def _label(value: Any) -> Any:
 
 
 def _number_or_thumb(value: Any) -> Any:
-    """Return a number, where thumbs up is 1 and thumbs down is 0."""
+    """Return a number. True (thumbs up) is 1, and false (thumbs down) is 0."""
     return float(value) if isinstance(value, bool) else _number(value)
 
 
 def _answer(value: Any) -> Any:
-    """Return an edited answer as a message: a text is the whole answer, and missing fields are filled in."""
+    """Return an edited answer as a message. A text becomes the content of the message, and missing fields get their
+    defaults."""
     if isinstance(value, str):
         return {"role": "assistant", "content": value}
     if not isinstance(value, dict):
@@ -61,11 +64,11 @@ def _answer(value: Any) -> Any:
 Number = Annotated[Score, BeforeValidator(_number)]
 Value = Annotated[Score | None, BeforeValidator(_number_or_thumb)]
 Id = Annotated[str, BeforeValidator(_label), StringConstraints(pattern=NAME)]
-"""An id; numbers become text, as Trinity's clients send run ids either way."""
+"""Id. A number becomes a text, because Trinity's clients send run ids in both forms."""
 
 
 class AnswerOfResponse(Model):
-    """One answer of a response."""
+    """Reference to one answer (choice) of a response."""
 
     response_id: Id
     choice: ChoiceIndex = 0
@@ -76,32 +79,33 @@ Side = (
     | Annotated[str, StringConstraints(pattern=NAME)]
     | AnswerOfResponse
 )
-"""One answer of a preference: a choice of `response_id`, the first answer of another response, or any answer of one."""
+"""One answer of a preference: the index of a choice of `response_id`, the id of another response (its first answer), or
+a response id with a choice."""
 
 
 class PreferenceRequest(Model):
-    """A preference between two answers."""
+    """Preference between two answers, in the form of a request."""
 
     chosen: Side
     rejected: Side
 
     @property
     def needs_a_response(self) -> bool:
-        """Whether a side is a choice of the response that the request names."""
+        """Whether one of the answers is the index of a choice, so that the request must name its response."""
         return isinstance(self.chosen, int) or isinstance(self.rejected, int)
 
 
 class FeedbackRequest(Model):
-    """The body of `POST /v1/feedback`.
+    """Body of `POST /v1/feedback`.
 
-    Its target is named by `session_id`, `msg_ids` or `response_id`; without these by `task_id`, or by the answers in
+    The fields `session_id`, `msg_ids` or `response_id` name its target; without these `task_id`, or the answers in
     `preference`. `headrace_schemas.events.opinion` checks which fields may be combined.
     """
 
     session_id: Id | None = None
     msg_ids: tuple[Id, ...] = Field(default=(), max_length=TARGETS_MAX)
     response_id: Id | None = None
-    """Short for `msg_ids` with one element."""
+    """Abbreviation of `msg_ids` with one element."""
     level: Level | None = None
     choice: ChoiceIndex | None = None
     value: Value = None
@@ -123,13 +127,14 @@ class FeedbackRequest(Model):
     ends_session: bool = False
     withdrawn: bool = False
     kind: Kind | None = None
-    """The kind of opinion that is withdrawn: a value or a named preference by default."""
+    """Kind of the feedback that is withdrawn; by default a value, or a preference if one is named."""
     feedback_id: Id | None = None
-    """Makes the client's own retries harmless: equal ids are one feedback."""
+    """Id by which the client's retries are recognized: requests with equal ids count as one feedback."""
 
     @model_validator(mode="after")
     def _one_response_where_one_is_meant(self) -> Self:
-        """Check how many responses the feedback names, because each event lists the turns of its session alone."""
+        """Check the number of responses that the feedback names, because an edit, a choice and a preference need a
+        fixed number."""
         is_single = len(self._named) == 1
         check_values(self.level, len(self._named), len(self.parts))
         if self.preference is None:
@@ -159,16 +164,13 @@ class FeedbackRequest(Model):
 
     @property
     def is_value(self) -> bool:
-        """Whether the feedback is about a value: it gives one, withdraws one, or has only a comment or facts; not an
-        edit or a preference.
-        """
+        """Whether the feedback sends or withdraws a value, or has only a comment or facts. False for an edit and a
+        preference."""
         return self.edit is None and self.preference is None and self.kind in (None, "value")
 
     @property
     def compared(self) -> Preference | None:
-        """The preference of this feedback, with the response id of both answers filled in; None without a
-        preference.
-        """
+        """Preference of this feedback with the response ids of both answers, or None without a preference."""
         both = self.preference
         if both is None:
             return None
@@ -188,15 +190,15 @@ class FeedbackRequest(Model):
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """The responses that it is about."""
+        """Ids of the responses that the feedback is about."""
         preference = self.compared
         return self._named if preference is None else tuple(answer.turn_id for answer in preference.pair)
 
 
 class TrinityFeedback(Model):
-    """The body of `POST /feedback` as Trinity-RFT's and AgentScope's clients send it.
+    """Body of `POST /feedback`, as the clients of Trinity-RFT and AgentScope send it.
 
-    They send these fields and no other. Another field is refused, since no reader uses it.
+    These clients send no further fields, and no reader would use one, so any other field is refused.
     """
 
     msg_ids: tuple[Id, ...] = Field(max_length=TARGETS_MAX)
@@ -207,13 +209,13 @@ class TrinityFeedback(Model):
 
 def _no_commit_of_one(value: Any) -> None:
     if value is not None:
-        raise ValueError("a commit is of all runs; leave it out, or end one session by /v1/sessions/{id}/end")
+        raise ValueError("a commit ends all runs; leave the id out, or end one session with POST /v1/sessions/{id}/end")
 
 
 class TrinityCommit(Model):
-    """`POST /commit`: ends every open run of the tenant that began before `time_threshold`.
+    """Body of `POST /commit`, which ends each open run of the tenant that began before `time_threshold`.
 
-    Clients send the ids as null. An id would have to hold back all other runs, so it is refused.
+    Clients send the ids as null. Other ids are refused, because a commit cannot end single runs.
     """
 
     task_id: Annotated[None, BeforeValidator(_no_commit_of_one)] = None
@@ -222,7 +224,7 @@ class TrinityCommit(Model):
 
     @property
     def before(self) -> datetime | None:
-        """Raises `ValueError` for a threshold that is no time."""
+        """`time_threshold` as a time in UTC, or None. Raises `ValueError` if it is not a time."""
         threshold = self.time_threshold
         if threshold is None:
             return None

@@ -1,4 +1,4 @@
-"""Parsing of HTTP requests: URL forms, headers, bodies within their limit, compressed or not, and validation errors.
+"""Parsing of HTTP requests: forms of the URL, headers, compressed bodies and their limits, and validation errors.
 
 `/t/{key}` is an API key and `/sessions/{id}` names the session: `http://host:8000/t/KEY/sessions/run-7/v1/...`. Doubled
 slashes count as one, because AgentScope's client appends `/feedback` to an endpoint that may end with a slash. A
@@ -26,19 +26,19 @@ from headrace_schemas.values.text import closest, printable
 
 SUPPORTED = ("gzip", "deflate", "zstd")
 _GZIP_WINDOW = 31
-"""zlib's mark for a gzip stream with the largest window."""
+"""Value of zlib's `wbits` for a gzip stream with the largest window."""
 _MEMBERS_MAX = 100
-"""Most members of a gzip body. Each costs a copy of the rest of the body."""
+"""Maximum number of members of a gzip body. Decompressing each copies the rest of the body."""
 M = TypeVar("M", bound=BaseModel)
 _DEPTH_SHOWN = 8
-"""Parts of the path to a field that a refusal names."""
+"""Maximum number of parts of a field's path in a message."""
 
 _NAMING = (b"authorization", b"x-api-key", b"x-session-id", b"x-task-id", b"x-run-id", b"x-user-id", b"x-shadow-of")
-"""Headers that name a caller or the subject of a request."""
+"""Headers that identify a caller or the subject of a request."""
 KEY = "headrace.key"
 SESSION = "headrace.session"
 _WITHOUT_VERSION = (b"/chat/completions", b"/completions", b"/responses", b"/conversations", b"/messages", b"/models")
-"""Paths that are served without `/v1`, too."""
+"""Paths that are also served without `/v1`."""
 _NAMES = {"t": KEY, "sessions": SESSION}
 
 
@@ -46,8 +46,8 @@ class _TooLarge(Exception):
     """Raised if the decompressed body is larger than its limit."""
 
 
-def decoded(body: bytes, encoding: str, bytes_max: int) -> bytes:
-    """Return the decompressed body. It may run in any thread.
+def decompress(body: bytes, encoding: str, bytes_max: int) -> bytes:
+    """Return the decompressed body. The function may run in any thread.
 
     Raises:
         ApiError: 400 for a damaged body or one of too many gzip members, 413 for one of more than `bytes_max` bytes.
@@ -97,10 +97,10 @@ def _zstd(body: bytes, bytes_max: int) -> bytes:
 
 
 def headers_of(scope: Scope) -> dict[bytes, bytes]:
-    """Return the headers by lower-case name. Of a repeated header, the last value counts.
+    """Return the headers by their lower-case names. If a header is repeated, the last value counts.
 
     Raises:
-        ApiError: 400, a header that names something is repeated with another value.
+        ApiError: 400, a header that identifies a caller or a subject is repeated with another value.
     """
     pairs: list[tuple[bytes, bytes]] = scope["headers"]
     headers = dict(pairs)
@@ -113,10 +113,10 @@ def headers_of(scope: Scope) -> dict[bytes, bytes]:
 
 
 async def read_body(headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int) -> bytes:
-    """Return the whole body, decompressed.
+    """Read the complete body, and return it decompressed.
 
     Raises:
-        ApiError: 413 as soon as the body is known to be too large, compressed or not, 415 for an unknown compression.
+        ApiError: 413 as soon as the compressed or decompressed body exceeds its limit, 415 for an unknown compression.
     """
     encoding = headers.get(b"content-encoding", b"identity").decode("latin-1").strip().lower().removeprefix("x-")
     if encoding in ("identity", ""):
@@ -125,7 +125,7 @@ async def read_body(headers: Mapping[bytes, bytes], receive: Receive, bytes_max:
         message = f"content-encoding {printable(encoding)!r}: not supported; use {', '.join(SUPPORTED)}, or none"
         raise ApiError(415, "unsupported_encoding", message)
     body = await _received(headers, receive, bytes_max)
-    return await run_off_loop(bytes_max, lambda: decoded(body, encoding, bytes_max))
+    return await run_off_loop(bytes_max, lambda: decompress(body, encoding, bytes_max))
 
 
 async def _received(headers: Mapping[bytes, bytes], receive: Receive, bytes_max: int) -> bytes:
@@ -149,7 +149,8 @@ async def _received(headers: Mapping[bytes, bytes], receive: Receive, bytes_max:
 def check_values(
     body: bytes, values_max: int, remedy: str = "send less at once", *, containers_max: int | None = None
 ) -> None:
-    """Raise `ApiError` 413 if `body` has more JSON values, or objects and lists, than the limits allow."""
+    """Check that `body` has at most `values_max` JSON values, and at most `containers_max` objects and lists. Raises
+    `ApiError` 413."""
     if more_values_than(body, values_max, containers_max):
         containers = (
             f", or more than {containers_max} objects and lists" if (containers_max or values_max) < values_max else ""
@@ -159,10 +160,10 @@ def check_values(
 
 
 def parse(model: type[M], body: bytes, *, status: int = 400, context: RequestContext | None = None) -> M:
-    """Return the body as a `model`.
+    """Parse a JSON body to a `model`.
 
     Raises:
-        ApiError: `status` (400 for a body that is no JSON); it names the field at fault, never its value.
+        ApiError: `status`, or 400 for a body that is not JSON. The message names the field, but never its value.
     """
     try:
         return model.model_validate_json(body, context=context.for_validation() if context else None)
@@ -171,7 +172,7 @@ def parse(model: type[M], body: bytes, *, status: int = 400, context: RequestCon
 
 
 def refusal_of(error: ValidationError, model: type[BaseModel], status: int = 400) -> ApiError:
-    """Return the refusal for the first problem of `error`."""
+    """Convert the first problem of `error` to a refusal."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = printable(".".join(printable(str(part)) for part in first["loc"][:_DEPTH_SHOWN]))
     if first["type"] == "json_invalid":
@@ -188,7 +189,7 @@ def refusal_of(error: ValidationError, model: type[BaseModel], status: int = 400
 
 
 def unknown_field(name: str, candidates: Iterable[str], status: int = 400) -> ApiError:
-    """Return the refusal of an unknown field, with a similar known name."""
+    """Return the refusal of an unknown request field. The message suggests a similar one of `candidates`."""
     similar = closest(name, candidates)
     hint = f"; did you mean {similar!r}?" if similar else ""
     return ApiError(status, "unknown_field", f"unknown field '{printable(name)}'{hint}", printable(name))
@@ -198,8 +199,9 @@ def _too_large(bytes_max: int) -> ApiError:
     return ApiError(413, "body_too_large", f"the request body is larger than {bytes_max} bytes")
 
 
-class Prefixes:
-    """Middleware that moves the prefixes of the path into the ASGI scope, under `KEY` and `SESSION`."""
+class PathPrefixes:
+    """Middleware that removes the prefixes `/t/{key}` and `/sessions/{id}` from the path, and stores their values in
+    the ASGI scope under `KEY` and `SESSION`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,5 +1,5 @@
-"""Identity of a call (session, task, run and purpose) from the first source that names one, and its role in the
-session.
+"""Identity of a call: its session, task, run and purpose, each from the first source that names it, and whether it is a
+side call.
 
 Coding agents send calls that are not part of the task in the session of the task, for example to create a title, a
 memory or a summary. Such a side call is identified by a header or by a text of the settings, or assumed if the call
@@ -28,24 +28,24 @@ from headrace_schemas.values.ids import decode_name, is_name
 SIDE_CALL_HEADER = b"x-headrace-side-call"
 AGENT_HEADER, PARENT_HEADER = b"x-headrace-agent-id", b"x-headrace-parent-agent-id"
 SESSION_HEADERS = (b"x-claude-code-session-id", b"session-id", b"thread-id", b"x-session-affinity")
-"""Headers in which Claude Code, Codex CLI and other agents send their session."""
+"""Headers in which Claude Code, Codex CLI and other agents send the id of their session."""
 _NOT_A_SIDE_CALL = "no"
 _CODEX_KIND = b"x-openai-subagent"
 _CODEX_SIDE_CALLS = ("compact", "memory_consolidation")
-"""Values of Codex CLI's header for calls that work on the session itself."""
+"""Values of Codex CLI's header for calls that summarize or store the session."""
 _PURPOSES: dict[str, Purpose] = {"train": "train", "eval": "eval", "shadow": "eval"}
-"""Purposes in requests and in events. A shadow is an evaluation with a `shadow_of`, so that old readers understand
-it."""
+"""Purpose in the event for each purpose in a request. A shadow is an evaluation with a `shadow_of`, so that old readers
+of turns understand it."""
 PURPOSE_HEADER = b"x-headrace-purpose"
 _SESSION_KEY = r"[a-z2-7]{16}"
 CLIENT_SESSION = "headrace_client_session"
-"""The name under which a reader stores the session that it found inside of another field."""
+"""Key of `metadata` under which parsers store a session id that a client sends in another field."""
 
 
 def side_call(
     headers: Mapping[bytes, bytes], patterns: Mapping[str, str], messages: tuple[Message, ...], *, has_tools: bool
 ) -> str | None:
-    """Return the kind of a side call, or None for a call that is part of the task.
+    """Return the kind of a side call (for example `title`), or None for a call that is part of the task.
 
     Args:
         headers: The headers of the request.
@@ -54,7 +54,7 @@ def side_call(
         has_tools: Whether the request offers tools.
 
     Raises:
-        ApiError: 400, the kind in the header is no name.
+        ApiError: 400, the kind in the header is not a valid name.
     """
     header = headers.get(SIDE_CALL_HEADER)
     if header is not None:
@@ -76,7 +76,7 @@ def side_call(
 
 
 def sub_agent(headers: Mapping[bytes, bytes]) -> SubAgent | None:
-    """Return the sub-agent that the headers of a call name, or None. Headers without a valid name are ignored."""
+    """Return the sub-agent that the headers of a call identify, or None. Headers without a valid name are ignored."""
     for agent_header, parent_header in (
         (AGENT_HEADER, PARENT_HEADER),
         (b"x-claude-code-agent-id", b"x-claude-code-parent-agent-id"),
@@ -99,7 +99,7 @@ def _name(headers: Mapping[bytes, bytes], header: bytes) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class CallIdentity:
-    """The session that a call belongs to, with the other labels of its caller."""
+    """Session and labels of a call, from its key, its headers and its body."""
 
     tenant: str
     session_id: str
@@ -109,9 +109,9 @@ class CallIdentity:
     run_id: str | None
     purpose: Purpose
     user_key: str | None = None
-    """The key of the user whom the call names, in the form of a session key. Only rollouts by user need this key."""
+    """Key of the user whom the call names, derived like a session key, or None. Only rollouts by user need it."""
     shadow_of: str | None = None
-    """The key of the session whose prompt the call answers again."""
+    """Session key of the call that this shadow call repeats with another version, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +124,18 @@ class RequestMetadata:
     metadata: Mapping[str, JsonValue]
 
     def label(self, name: str) -> str | None:
-        """Return the value of the header for `name`, such as `X-Session-Id`, else of the metadata. Raises `ApiError`
-        400."""
+        """Return the value of the header for `name`, such as `X-Session-Id`, else that of `metadata`, or None. Raises
+        `ApiError` 400."""
         header = self.headers.get(b"x-" + name.replace("_", "-").encode())
         if header is not None:
             return label(decode_name(header), f"X-{name.replace('_', '-').title()}")
         return label(self.metadata.get(name), f"metadata.{name}")
 
     def client_session(self) -> tuple[str, SessionSource] | None:
-        """Return the session that a client sends by its own convention, or None.
+        """Return the session id that an agent sends in its own header or field, with its source, or None.
 
-        Such a name only groups calls: an invalid name is ignored, and a key that is bound to a session has precedence.
+        An invalid id is ignored, because it serves only to group calls. The session that a key is bound to has
+        precedence.
         """
         for header in SESSION_HEADERS:
             if header in self.headers and is_name(name := decode_name(self.headers[header])):
@@ -149,9 +150,9 @@ class RequestMetadata:
         return purpose
 
     def shadow_of(self) -> str | None:
-        """Return the session that a shadow call repeats, or None. Raises `ApiError` 400.
+        """Return the key of the session that a shadow call repeats, or None. Raises `ApiError` 400.
 
-        The purpose `shadow` and the session must be sent together.
+        The purpose `shadow` and `shadow_of` must be sent together.
         """
         key = self.label("shadow_of")
         if (self._purpose == "shadow") != (key is not None):
@@ -167,7 +168,7 @@ class RequestMetadata:
 
 
 def label(value: JsonValue, where: str) -> str | None:
-    """Return a short id: text, or a number as text. None stays None. Raises `ApiError` 400."""
+    """Check a label, and return it as a text. Numbers become texts; None stays None. Raises `ApiError` 400."""
     if value is None:
         return None
     text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
@@ -185,10 +186,10 @@ def identify(
     user: JsonValue = None,
     cache_key: JsonValue = None,
 ) -> CallIdentity:
-    """Return the identity of a chat call. `model` is the requested model, never the version that will serve.
+    """Return the identity of a chat call. `model` is the requested model, not the version that will serve.
 
     `user` is OpenAI's field of that name; `X-User-Id` and `metadata.user_id` have precedence. `cache_key` is OpenAI's
-    `prompt_cache_key`: calls with different ones are of different conversations.
+    `prompt_cache_key`: calls with different keys belong to different conversations.
     """
     named = metadata.label("user_id") or (user if isinstance(user, str) else None)
     purpose = metadata.purpose()
@@ -228,7 +229,7 @@ def _session(
 
 
 def _implied(caller: Caller, use: str, messages: tuple[Message, ...]) -> str:
-    """Return the id of the implied session of a call.
+    """Return the id of the implicit session of a call without a session id.
 
     The id is a digest of the messages before the first answer, the key, purpose, model, user and the cache key of the
     prompt. System prompts do not count, because they may contain the time. Runs with equal openings share the session,
@@ -242,9 +243,9 @@ def _implied(caller: Caller, use: str, messages: tuple[Message, ...]) -> str:
 
 
 def opening(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the messages before the answer to the first user message, or all of them without such an answer.
+    """Return the messages before the first answer that follows a user message, or all messages if there is none.
 
-    Several messages may come before it: agents put the state of their environment before the task.
+    Several messages may precede it, because agents put the state of their environment before the task.
     """
     has_user = False
     for at, message in enumerate(messages):

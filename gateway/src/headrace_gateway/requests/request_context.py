@@ -1,4 +1,4 @@
-"""Context of one request for its parsers: limits, strictness, ignored fields, and the switch of thinking."""
+"""Context for parsing one request: limits, strictness, ignored fields, and the switch of the model's thinking."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from headrace_schemas.events.turn import ResponseRecord
 from headrace_schemas.values.text import printable
 
 if TYPE_CHECKING:
-    from headrace_gateway.requests.chat_messages import KnownMessages
+    from headrace_gateway.requests.chat_messages import TenantMessages
     from headrace_gateway.requests.response_store import CallerResponses
 
 
@@ -21,27 +21,28 @@ IGNORED_HEADER = "x-headrace-ignored"
 """The response header that names the fields without an effect."""
 _CONTEXT_KEY = "request"
 _NAMES_MAX = 32
-"""Most ignored fields that one response names; the header must stay short."""
+"""Maximum number of ignored fields in one response header."""
 _NAME_LENGTH_MAX = 64
 _TRANSLATION_GROWTH = 4
-"""Most JSON values of a chat request that one value of another API may become."""
+"""Maximum number of JSON values of a chat request that one value of another API is translated to."""
 
 
 @dataclass(slots=True)
 class RequestContext:
-    """Limits and stored conversations for parsing one request, and the list of its fields that have no effect."""
+    """Limits for parsing one request, stored conversations that it may refer to, and the list of its fields without
+    effect."""
 
     rules: RequestRules
     bytes_max: int
-    """Most bytes of a request's body, and of a conversation with everything that it refers to."""
+    """Maximum bytes of the request body, and of a conversation with all stored items that it refers to."""
     responses: CallerResponses | None = None
     """Stored responses that the request may refer to."""
-    known_messages: KnownMessages | None = None
-    """Messages of earlier requests of the tenant."""
+    known_messages: TenantMessages | None = None
+    """Cached messages of earlier requests of the tenant."""
     referred_bytes: int = 0
-    """Bytes of the conversation that the body refers to, once it was read."""
+    """Bytes of the stored conversation that the body refers to, set while the body is parsed."""
     record: ResponseRecord | None = None
-    """The place of the call among responses that its client may refer to, once the body was read."""
+    """Id, predecessor and conversation of the call in the Responses API, set while the body is parsed."""
     _ignored: dict[str, None] = field(default_factory=dict)
 
     @property
@@ -50,7 +51,7 @@ class RequestContext:
         return tuple(self._ignored)
 
     def ignore(self, name: str, reason: str = "it has no effect here") -> None:
-        """Record that the field `name` has no effect.
+        """Record that the field `name` has no effect, for the given `reason`.
 
         Raises:
             ApiError: 400, `gateway.strict` is set.
@@ -61,14 +62,13 @@ class RequestContext:
         self.report(name)
 
     def report(self, name: str) -> None:
-        """Record that the field `name` has no effect, even if the settings refuse such fields."""
+        """Record that the field `name` has no effect, even if `gateway.strict` is set."""
         if len(self._ignored) < _NAMES_MAX:
             self._ignored[name[:_NAME_LENGTH_MAX]] = None
 
     def for_translation(self) -> RequestContext:
-        """Return the context for parsing the chat request into which a request of another API was translated, which may
-        contain more JSON values.
-        """
+        """Return a context with a larger limit on JSON values, for parsing the chat request to which a request of
+        another API was translated."""
         rules = replace(self.rules, json_values_max=_TRANSLATION_GROWTH * self.rules.json_values_max)
         return replace(self, rules=rules)
 
@@ -87,12 +87,12 @@ class RequestContext:
         return f"[{kind} omitted: this model reads text only]"
 
     def for_validation(self) -> dict[str, RequestContext]:
-        """Return the validation context that carries this object through pydantic."""
+        """Return the pydantic validation context that contains this object."""
         return {_CONTEXT_KEY: self}
 
 
 def context_of(info: ValidationInfo) -> RequestContext:
-    """Return the context of the request that pydantic validates, or a context with strict rules if there is none."""
+    """Return the request context of a pydantic validation, or a context with strict rules if there is none."""
     context = (info.context or {}).get(_CONTEXT_KEY)
     return context if isinstance(context, RequestContext) else RequestContext(RequestRules(128, 0, strict=True), 0)
 
@@ -104,7 +104,7 @@ def header_value(ignored: tuple[str, ...]) -> str:
 
 
 def metric_label(name: str) -> str:
-    """Return the metric label of an ignored field: its top-level name if that is a known name, else `other`."""
+    """Return the label of an ignored field in the metrics: its top-level name if that is in `_LABELS`, else `other`."""
     head = name.partition(".")[0]
     return head if head in _LABELS else "other"
 
@@ -160,16 +160,16 @@ MESSAGE_HINTS = frozenset(
     ("id", "status", "phase", "annotations", "cache_control", "metadata", "reasoning_details", "thinking_blocks",
      "provider_specific_fields")
 )  # fmt: skip
-"""Fields that clients add to the messages that they send back."""
+"""Fields without effect that clients add to messages they send back."""
 _THINKING_OFF = ("none", "minimal")
 ENABLE_THINKING = "enable_thinking"
-"""The variable of chat templates that switches thinking (Qwen, GLM and others)."""
+"""Variable of chat templates (Qwen, GLM and others) that switches thinking on or off."""
 
 
 def thinking_switch(fields: dict[str, Any], context: RequestContext) -> bool | None:
-    """Return whether the `fields` of a request switch thinking on or off, or None without such a field.
+    """Return whether the `fields` of a request switch thinking on or off, or None if no field does.
 
-    Settings of the fields that no chat template can honour are reported to `context`.
+    Values that no chat template can apply, such as a thinking budget, are recorded in `context` as ignored.
     """
     if isinstance(fields.get(ENABLE_THINKING), bool):
         return bool(fields[ENABLE_THINKING])
@@ -190,9 +190,7 @@ def thinking_switch(fields: dict[str, Any], context: RequestContext) -> bool | N
 
 
 def is_thinking_switch(name: str, value: JsonValue) -> bool:
-    """Return whether a field of a request only turns the model's thinking on or off. The gateway applies such a field
-    completely.
-    """
+    """Return whether a request field only switches thinking on or off. The gateway applies such a field completely."""
     if name == ENABLE_THINKING:
         return isinstance(value, bool)
     if name == "thinking":

@@ -2,9 +2,9 @@
 `item_reference` or `GET`.
 
 The store is bounded in bytes and age and belongs to one gateway process. After a restart it is filled again from the
-captured turns (`headrace_gateway.apis.responses_api.recalled`). A response that was dropped, or that another gateway
-answered meanwhile, is unknown, and so is everything that continues it: the client gets a refusal and sends its
-conversation whole.
+captured turns (`headrace_gateway.apis.responses_api.recalled`). A response that was evicted, or that another gateway
+answered meanwhile, is unknown, and so is each response that continues it: the client gets a refusal and sends its
+complete conversation.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_gateway.access.keys import Caller
-from headrace_gateway.access.refusals import ApiError, overloaded
+from headrace_gateway.access.refusals import ApiError, overloaded_error
 from headrace_runtime.clock import Clock, SystemClock, epoch_ms
 from headrace_runtime.storage.files import NameFile
 from headrace_runtime.storage.tenant_memory import TenantMemory
@@ -28,16 +28,16 @@ from headrace_schemas.values import ids
 CONVERSATION_PREFIX = "conv_"
 _CONVERSATION_ID = re.compile(rf"{CONVERSATION_PREFIX}[0-9a-f]{{32}}")
 _AGE_MAX_MS = timedelta(days=30) // timedelta(milliseconds=1)
-"""Age of a response that nobody can refer to any more, as in OpenAI's API."""
+"""Age in milliseconds from which on a response can no longer be referred to, as in OpenAI's API."""
 _REFERRING = (b"previous_response_id", b"conversation", b'"id"', b"\\u")
-"""A body without any of these refers to nothing that is stored. The last one may hide each of the others."""
+"""A body without any of these refers to no stored entry. An escape (`\\u`) may hide each of the others."""
 _ENTRY_BYTES = 1024
-"""Estimated bytes of an entry without its texts, so that the bound of bytes bounds the number of entries, too."""
+"""Estimated bytes of an entry without its texts, so that the limit on bytes also limits the number of entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class EarlierItems:
-    """The items of a conversation, from the first one."""
+    """Items of a conversation before those of a request, and their size in bytes."""
 
     items: tuple[Any, ...]
     size_bytes: int
@@ -45,81 +45,83 @@ class EarlierItems:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """Stored response, with the items that its request added to the conversation."""
+    """Stored response, with the items that its request and its answer added to the conversation."""
 
     response_id: str
     body: bytes
-    """The response as the client got it, as JSON."""
+    """Response as the client got it, as JSON."""
     previous_id: str | None
-    """The response that its request continued. Its conversation is read from there."""
+    """Id of the response that the request continued, from which earlier items are read; None for the first response."""
     input: tuple[Any, ...]
-    """The items of its request."""
+    """Items of the request."""
     output: tuple[Any, ...]
-    """The items of the response."""
+    """Items of the answer."""
     output_ids: tuple[str | None, ...]
-    """The ids of the items of the response."""
+    """Ids of the items of the answer."""
     item_bytes: int
     """Bytes of `input` and `output` as JSON."""
     conversation_id: str | None = None
-    """The conversation that the items were added to, and from which alone the items before them are read."""
+    """Id of the conversation that the items were added to, or None. Earlier items are then read from the
+    conversation."""
 
     @property
     def name(self) -> str:
-        """The id of the response, by which the store finds it."""
+        """Key of the entry in the store: the response id."""
         return self.response_id
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that the response takes in the store."""
+        """Bytes that the entry counts in the store."""
         return _ENTRY_BYTES + len(self.body) + self.item_bytes
 
     @property
     def newest_id(self) -> str:
-        """The id that contains the time of the response."""
+        """Response id, whose UUIDv7 contains the time from which the age of the entry is computed."""
         return self.response_id
 
 
 @dataclass(frozen=True, slots=True)
 class StoredConversation:
-    """The items of a conversation, to which responses add theirs."""
+    """Stored conversation with its items, to which responses append theirs."""
 
     conversation_id: str = field(default_factory=lambda: f"{CONVERSATION_PREFIX}{ids.uuid7().hex}")
     metadata: dict[str, Any] = field(default_factory=dict)
     items: tuple[tuple[str, Any], ...] = ()
-    """Each item with its id."""
+    """Pairs of item id and item."""
     item_bytes: int = 0
     """Bytes of the items as JSON."""
     session_key: str | None = None
-    """The session that the key of the creator is bound to, or that the last turn belongs to."""
+    """Session that the creator's key is bound to, or that the last turn belongs to."""
     last_response: str | None = None
-    """The response whose turn contains these items. None if items were changed since."""
+    """Id of the response whose turn contains exactly these items, or None if items were changed since."""
     is_recalled: bool = False
-    """Whether it was read from turns, and not changed since."""
+    """Whether the conversation was recovered from turns and not changed since."""
 
     @property
     def name(self) -> str:
-        """The id of the conversation, by which the store finds it."""
+        """Key of the entry in the store: the conversation id."""
         return self.conversation_id
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that the conversation takes in the store."""
+        """Bytes that the entry counts in the store."""
         return _ENTRY_BYTES + self.item_bytes + sum(len(f"{name}{text}") for name, text in self.metadata.items())
 
     @property
     def newest_id(self) -> str:
-        """The id that contains the time of the last response, or of the conversation before there is one."""
+        """Id of the last response, or of the conversation before there is a response. Its UUIDv7 contains the time from
+        which the age of the entry is computed."""
         return self.last_response or self.conversation_id
 
     @property
     def created_s(self) -> int:
-        """The time of creation in seconds since 1970."""
+        """Time of creation in seconds since 1970."""
         return ids.created_ms(self.conversation_id) // 1000
 
     def extended(
         self, items: Sequence[tuple[str, Any]], size_bytes: int, response_id: str | None = None
     ) -> StoredConversation:
-        """Return the conversation with further items, which belong to the response `response_id` if it is given."""
+        """Return the conversation with `items` appended. `response_id` is the response that they belong to, or None."""
         return replace(
             self,
             items=(*self.items, *items),
@@ -133,19 +135,19 @@ Entry = StoredResponse | StoredConversation
 
 
 def is_conversation_id(text: str) -> bool:
-    """Return whether a gateway creates such ids of conversations."""
+    """Return whether `text` has the form of a conversation id that a gateway created."""
     return _CONVERSATION_ID.fullmatch(text) is not None
 
 
 class ResponseStore:
-    """The newest responses and conversations of all tenants. Usable from several threads.
+    """Responses and conversations of all tenants, the least recently used evicted first. Thread-safe.
 
     Args:
-        bytes_max: Most bytes of requests and responses that are stored. Beyond it the tenant with the most bytes loses
+        bytes_max: Maximum bytes of stored requests and responses. Beyond it the tenant with the most bytes loses
             the response or conversation that it has not used for longest.
-        clock: The clock that entries age by.
-        recalls: Whether turns of earlier processes are read from the bus, until `end_recall`.
-        forgotten: File with the names of what must not be read from the bus again.
+        clock: The clock by which the age of entries is computed.
+        recalls: Whether turns of earlier processes are being read from the bus, until `end_recall` is called.
+        forgotten: File with the keys of deleted entries, which must not be recovered from the bus.
     """
 
     def __init__(
@@ -160,23 +162,24 @@ class ResponseStore:
         self._lock = threading.Lock()
 
     def view(self, caller: Caller) -> CallerResponses:
-        """Return the responses that `caller` may read."""
+        """Return a view of the entries that `caller` may read."""
         return CallerResponses(self, caller)
 
     def add(self, tenant: str, entry: Entry) -> None:
-        """Store a response or a conversation, and drop others that there is no room for."""
+        """Store a response or a conversation, and evict others if the store is full."""
         with self._lock:
             self._set(tenant, entry)
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
-        """Return a response of `tenant`, or None. Raises `ApiError` 503 while earlier ones are read from the bus."""
+        """Return a response of `tenant`, or None. Raises `ApiError` 503 for an unknown id while turns of earlier
+        processes are being read."""
         with self._lock:
             response = self._get(tenant, response_id)
         return response if isinstance(response, StoredResponse) else None
 
     def items_up_to(self, tenant: str, response_id: str) -> EarlierItems | None:
-        """Return the items of a response of `tenant` and of all responses that it continues, or None if a part of
-        them is not stored any more. Raises `ApiError` 503 while earlier ones are read from the bus."""
+        """Return the items of a response of `tenant` and of all responses that it continues, or None if one of them is
+        not stored any more. Raises `ApiError` 503 while turns of earlier processes are being read."""
         responses: list[StoredResponse] = []
         previous_id: str | None = response_id
         with self._lock:
@@ -190,12 +193,12 @@ class ResponseStore:
         return EarlierItems(tuple(items), sum(response.item_bytes for response in responses))
 
     def bytes_of(self, tenant: str) -> int:
-        """Return the bytes that the entries of `tenant` take."""
+        """Return the bytes that the entries of `tenant` count."""
         with self._lock:
             return self._entries.size_of(tenant)
 
     def delete(self, tenant: str, name: str) -> bool:
-        """Drop a response or a conversation for good. Return whether it was stored."""
+        """Delete a response or a conversation, also for later restarts. Return whether it was stored."""
         with self._lock:
             if self._entries.pop(tenant, name) is None:
                 return False
@@ -203,7 +206,8 @@ class ResponseStore:
             return True
 
     def conversation(self, tenant: str, conversation_id: str) -> StoredConversation | None:
-        """Return a conversation of `tenant`, or None. Raises `ApiError` 503 while earlier ones are read."""
+        """Return a conversation of `tenant`, or None. Raises `ApiError` 503 while turns of earlier processes are being
+        read."""
         with self._lock:
             conversation = self._get(tenant, conversation_id)
         return conversation if isinstance(conversation, StoredConversation) else None
@@ -211,9 +215,11 @@ class ResponseStore:
     def change(
         self, tenant: str, conversation_id: str, change: Callable[[StoredConversation], StoredConversation]
     ) -> StoredConversation | None:
-        """Store the result of `change` for a conversation and return it, or None without such a conversation.
+        """Replace a conversation by the result of `change`. Return the result, or None if the conversation is not
+        stored.
 
-        The bus has the state after the last response. `recall` must not restore it once the items have changed.
+        The turns on the bus contain the state after the last response. If the items have changed since, `recall` will
+        not restore that state.
         """
         with self._lock:
             current = self._get(tenant, conversation_id)
@@ -228,7 +234,8 @@ class ResponseStore:
     def recall(
         self, tenant: str, response: StoredResponse | None, conversation: StoredConversation | None = None
     ) -> None:
-        """Store an entry of an earlier process. Entries and deletions of this process are newer and have precedence."""
+        """Store entries that were recovered from a turn of an earlier process. Entries and deletions of this process
+        are newer and have precedence."""
         with self._lock:
             if response is not None and not self._is_forgotten(response.response_id):
                 self._set(tenant, response)
@@ -244,12 +251,12 @@ class ResponseStore:
                 self._set(tenant, conversation)
 
     def has(self, tenant: str, response_id: str) -> bool:
-        """Return whether a response is stored, also while earlier ones are read from the bus."""
+        """Return whether a response is stored. Never raises while turns of earlier processes are being read."""
         with self._lock:
             return self._entries.get(tenant, response_id) is not None
 
     def end_recall(self) -> None:
-        """Stop to recall, because all turns of earlier processes have been read."""
+        """Stop accepting turns of earlier processes, because all of them have been read."""
         self._is_recalling = False
 
     def _set(self, tenant: str, entry: Entry) -> None:
@@ -259,7 +266,7 @@ class ResponseStore:
         entry = self._entries.get(tenant, name)
         may_be_newer = entry is None or (isinstance(entry, StoredConversation) and entry.is_recalled)
         if self._is_recalling and may_be_newer and name.startswith((ids.RESPONSE_PREFIX, CONVERSATION_PREFIX)):
-            raise overloaded("responses of the time before the restart are still being read; try again", 1.0)
+            raise overloaded_error("responses of the time before the restart are still being read; try again", 1.0)
         if entry is None:
             return None
         if epoch_ms(self._clock.now()) - ids.created_ms(entry.newest_id) > _AGE_MAX_MS:
@@ -276,9 +283,9 @@ class ResponseStore:
 
 
 class CallerResponses:
-    """Stored responses and conversations that one caller may read.
+    """View of the stored responses and conversations that one caller may read.
 
-    These are the entries of the caller's tenant, or of the session that its key is bound to.
+    These are the entries of the caller's tenant. If the key is bound to a session, only entries of this session.
     """
 
     def __init__(self, store: ResponseStore, caller: Caller) -> None:
@@ -286,12 +293,11 @@ class CallerResponses:
         self._tenant = caller.tenant
         session = caller.session_id
         self.session_key = None if session is None else ids.session_key(caller.tenant, session)
-        """The session that the caller's key is bound to."""
+        """Session that the caller's key is bound to, or None."""
 
     def bytes_referred_by(self, body: bytes, bytes_max: int) -> int:
-        """Return an upper bound, at most `bytes_max`, of the bytes of stored responses and conversations that a request
-        with this body may refer to.
-        """
+        """Return an upper bound of the bytes of stored entries that a request with this body may refer to, at most
+        `bytes_max`."""
         if not any(word in body for word in _REFERRING):
             return 0
         return min(self._store.bytes_of(self._tenant), bytes_max)
@@ -305,23 +311,23 @@ class CallerResponses:
         return self._store.get(self._tenant, response_id) if self._may_read(response_id) else None
 
     def items_up_to(self, response_id: str) -> EarlierItems | None:
-        """Return the items up to a response, or None if a part of them is not stored or the caller may not read the
-        response."""
+        """Return the items of a response and of all responses that it continues, or None if one of them is not stored
+        or the caller may not read the response."""
         return self._store.items_up_to(self._tenant, response_id) if self._may_read(response_id) else None
 
     def item(self, item_id: str) -> Any | None:
-        """Return an item of a response by the id that `item_id_of` gave it, or None."""
+        """Return an item of a stored answer by its id (see `item_id_of`), or None."""
         response = self.get(ids.RESPONSE_PREFIX + item_id.partition("_")[2].rpartition("-")[0])
         if response is None or item_id not in response.output_ids:
             return None
         return response.output[response.output_ids.index(item_id)]
 
     def delete(self, response_id: str) -> bool:
-        """Drop a response. Return whether it was stored and the caller may read it."""
+        """Delete a response. Return whether it was stored and the caller may read it."""
         return self.get(response_id) is not None and self._store.delete(self._tenant, response_id)
 
     def conversation(self, conversation_id: str) -> StoredConversation:
-        """Return a conversation. Raises `ApiError` 404 if it is not stored or the caller may not read it."""
+        """Return a conversation. Raises `ApiError` 404 if it is not stored, or if the caller may not read it."""
         conversation = self._store.conversation(self._tenant, conversation_id)
         if conversation is None or self.session_key not in (None, conversation.session_key):
             raise _unknown_conversation()
@@ -330,7 +336,7 @@ class CallerResponses:
     def change(
         self, conversation_id: str, change: Callable[[StoredConversation], StoredConversation]
     ) -> StoredConversation:
-        """Change a conversation and return it. Raises `ApiError` 404."""
+        """Replace a conversation by the result of `change`, and return the result. Raises `ApiError` 404."""
         self.conversation(conversation_id)
         changed = self._store.change(self._tenant, conversation_id, change)
         if changed is None:
@@ -338,7 +344,7 @@ class CallerResponses:
         return changed
 
     def delete_conversation(self, conversation_id: str) -> None:
-        """Drop a conversation. Raises `ApiError` 404."""
+        """Delete a conversation. Raises `ApiError` 404 if it is not stored, or if the caller may not read it."""
         self.conversation(conversation_id)
         self._store.delete(self._tenant, conversation_id)
 
@@ -347,9 +353,9 @@ class CallerResponses:
 
 
 def item_id_of(kind: str, response_id: str, position: int) -> str:
-    """Return the id of the item at `position` of a response's output, by which `CallerResponses.item` finds it.
+    """Return the id of the item at `position` of a response's output. `CallerResponses.item` finds the item by it.
 
-    It begins with `kind`, for example `msg`.
+    The id begins with `kind`, for example `msg`.
     """
     return f"{kind}_{response_id.removeprefix(ids.RESPONSE_PREFIX)}-{position}"
 
@@ -358,12 +364,12 @@ _KINDS = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_to
 
 
 def named_items(items: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Give each item a new id, and return pairs of id and item."""
+    """Assign a new id to each item, and return pairs of id and item."""
     return [(f"{_KINDS.get(item.type, 'item')}_{ids.uuid7().hex}", item) for item in items]
 
 
 def _state_name(conversation: StoredConversation) -> str:
-    """Return the name of the conversation's state after its last response."""
+    """Return the key under which the conversation's state after its last response is recorded as deleted."""
     return f"{conversation.conversation_id}:{conversation.last_response}"
 
 

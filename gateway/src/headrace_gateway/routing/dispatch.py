@@ -1,4 +1,4 @@
-"""Order in which calls are sent to replicas: fair between tenants and sessions, with evaluations after users.
+"""Order in which calls are sent to replicas: fair between tenants and sessions, users before evaluations.
 
 A gateway keeps about `WINDOW` times as many choices in flight as all replicas have slots. So a replica always has work,
 and a later call does not wait behind all earlier ones. Calls of tenants and sessions with little in flight are sent at
@@ -19,41 +19,41 @@ from headrace_gateway.requests.chat_call import ChatCall
 
 WINDOW = 2
 BACKGROUND_SHARE = 0.5
-"""Part of the places up to which evaluations join users."""
+"""Load of the replicas (choices per slot) up to which evaluations are sent while calls of users are in progress."""
 _LOOK_AHEAD = 32
 _RECHECK_S = 0.5
-"""Replicas come and go meanwhile."""
+"""Seconds after which a waiting call is checked again, because the number of slots may have changed."""
 Tenant = tuple[bool, str]
-"""Users and evaluations of a tenant count apart; users come first."""
+"""Queue of a tenant: whether it contains evaluations, and the tenant. Queues of users are served first."""
 
 
 @dataclass(slots=True, eq=False)
-class _Waiting:
+class _WaitingCall:
     choices: int
     turn: asyncio.Future[None]
 
 
 @dataclass(slots=True)
 class _Line:
-    """Waiting calls of one tenant: a queue for each session, served in turn."""
+    """Waiting calls of one tenant: a queue for each session, served round robin."""
 
-    sessions: OrderedDict[str, deque[_Waiting]] = field(default_factory=OrderedDict)
+    sessions: OrderedDict[str, deque[_WaitingCall]] = field(default_factory=OrderedDict)
 
-    def add(self, session: str, waiting: _Waiting) -> None:
+    def add(self, session: str, waiting: _WaitingCall) -> None:
         self.sessions.setdefault(session, deque()).append(waiting)
 
-    def next_session(self, may_go: Callable[[str, int], bool]) -> str | None:
-        """Return the waiting session whose next call may be sent to a replica first, or None if none may.
+    def next_session(self, may_send: Callable[[str, int], bool]) -> str | None:
+        """Return the waiting session whose next call may be sent to a replica, or None.
 
         Sessions are tried in the order in which they wait, and only the first `_LOOK_AHEAD` of them.
 
         Args:
-            may_go: returns, for a session and the number of answers of its next call, whether the call may be sent now.
+            may_send: function of a session and the number of choices of its next call: whether that may be sent now.
         """
         line = itertools.islice(self.sessions.items(), _LOOK_AHEAD)
-        return next((session for session, queue in line if may_go(session, queue[0].choices)), None)
+        return next((session for session, queue in line if may_send(session, queue[0].choices)), None)
 
-    def pop(self, session: str) -> _Waiting:
+    def pop(self, session: str) -> _WaitingCall:
         queue = self.sessions[session]
         waiting = queue.popleft()
         self.sessions.move_to_end(session)
@@ -61,7 +61,7 @@ class _Line:
             del self.sessions[session]
         return waiting
 
-    def remove(self, session: str, waiting: _Waiting) -> None:
+    def remove(self, session: str, waiting: _WaitingCall) -> None:
         queue = self.sessions.get(session)
         if queue is not None and waiting in queue:
             queue.remove(waiting)
@@ -70,15 +70,15 @@ class _Line:
 
 
 class Dispatchers:
-    """One dispatcher for each model, because models have different replicas. `capacity` returns the slots of a
-    model."""
+    """One dispatcher for each model, because each model has its own replicas. `capacity` returns the number of slots of
+    a model's replicas."""
 
     def __init__(self, capacity: Callable[[str], int]) -> None:
         self._capacity = capacity
         self._by_model: dict[str, Dispatcher] = {}
 
     def admit(self, call: ChatCall) -> contextlib.AbstractAsyncContextManager[None]:
-        """Wait for the call's turn, then count it while the body runs."""
+        """Wait until the call may be sent to a replica, then count it as in flight while the body runs."""
         model = call.target.model
         dispatcher = self._by_model.get(model)
         if dispatcher is None:  # bounded: routing names the models
@@ -87,10 +87,10 @@ class Dispatchers:
 
 
 class Dispatcher:
-    """Queue of one model's calls that wait for a free slot of a replica; tenants are served in turn.
+    """Queue of one model's calls that wait for a free slot of a replica. Tenants are served in turn.
 
-    `capacity` returns the slots of all replicas that can accept calls. If it is 0, calls do not wait here. The limits
-    of a tenant bound its waiting calls.
+    `capacity` returns the number of slots of all replicas that can accept calls. If it is 0, calls do not wait here but
+    in the relay. The limits of a tenant bound the number of its waiting calls.
     """
 
     def __init__(self, capacity: Callable[[], int]) -> None:
@@ -101,7 +101,7 @@ class Dispatcher:
 
     @contextlib.asynccontextmanager
     async def admit(self, call: ChatCall) -> AsyncIterator[None]:
-        """Wait for the call's turn, then count it while the body runs."""
+        """Wait until the call may be sent to a replica, then count it as in flight while the body runs."""
         identity, choices = call.identity, call.request.choices
         tenant, session = (call.is_background, identity.tenant), identity.session_key
         await self._wait(tenant, session, choices)
@@ -113,14 +113,14 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        """Number of waiting calls."""
+        """Number of calls that wait for a slot."""
         return sum(len(queue) for line in self._lines.values() for queue in line.sessions.values())
 
     async def _wait(self, tenant: Tenant, session: str, choices: int) -> None:
-        if tenant not in self._lines and self._may_go(tenant, session, choices):
+        if tenant not in self._lines and self._may_send(tenant, session, choices):
             self._add(tenant, session, choices)
             return
-        waiting = _Waiting(choices, asyncio.get_running_loop().create_future())
+        waiting = _WaitingCall(choices, asyncio.get_running_loop().create_future())
         line = self._lines.setdefault(tenant, _Line())
         line.add(session, waiting)
         try:
@@ -137,7 +137,8 @@ class Dispatcher:
             raise
 
     def _dispatch(self) -> None:
-        """Send the calls that may be sent, each time a call of the tenant with the least in flight."""
+        """Release all waiting calls that may be sent now, each time one of the tenant with the fewest choices in
+        flight."""
         blocked: set[Tenant] = set()
         while True:
             tenants = [tenant for tenant in self._lines if tenant not in blocked]
@@ -145,7 +146,7 @@ class Dispatcher:
                 return
             tenant = min(tenants, key=lambda name: (name[0], self._in_flight[name]))
             line = self._lines[tenant]
-            session = line.next_session(functools.partial(self._may_go, tenant))
+            session = line.next_session(functools.partial(self._may_send, tenant))
             if session is None:
                 blocked.add(tenant)
                 continue
@@ -155,14 +156,14 @@ class Dispatcher:
             self._add(tenant, session, waiting.choices)
             waiting.turn.set_result(None)
 
-    def _may_go(self, tenant: Tenant, session: str, choices: int) -> bool:
+    def _may_send(self, tenant: Tenant, session: str, choices: int) -> bool:
         capacity = self._capacity()
         if not capacity:
             return True
         users = sum(count for (background, _), count in self._in_flight.items() if not background)
         background = self._in_flight.total() - users
         if tenant[0]:
-            return self._evaluation_may_go(capacity, users, background, choices)
+            return self._may_send_evaluation(capacity, users, background, choices)
         window = WINDOW * capacity
         if users + choices <= window:
             return True
@@ -171,10 +172,10 @@ class Dispatcher:
             return self._in_flight[tenant] + choices <= max(choices, window // len(tenants))
         return not self._sessions[tenant, session] and users + choices <= 2 * window
 
-    def _evaluation_may_go(self, capacity: int, users: int, background: int, choices: int) -> bool:
-        """Return whether an evaluation call (background work) may be sent now, besides the users' calls in progress.
+    def _may_send_evaluation(self, capacity: int, users: int, background: int, choices: int) -> bool:
+        """Return whether an evaluation call may be sent now, given the choices in flight of users and of evaluations.
 
-        One evaluation call at a time is always sent, so that a gate run also ends under permanent load.
+        If no evaluation call is in flight, one is always sent, so that a gate run also ends under permanent load.
         """
         if not background:
             return True

@@ -1,4 +1,4 @@
-"""One HTTP call to one replica, and the meaning of its failure for the next call."""
+"""HTTP client for calls to one replica, and the classification of their failures."""
 
 from __future__ import annotations
 
@@ -23,23 +23,32 @@ from headrace_schemas import Replica
 
 
 class UpstreamCallCancelled(Exception):
-    """Raised if the replica hangs and another replica takes over this call."""
+    """Raised if a call was cancelled because its replica hangs and another replica takes the call over."""
 
 
 class UpstreamCall:
-    """One call to one replica. `elsewhere` returns whether another replica could accept the call now."""
+    """One call to one replica.
+
+    Args:
+        responded: Function to call whenever bytes of the replica arrive.
+        elsewhere: Function that returns whether another replica could take over the call now.
+    """
 
     def __init__(self, responded: Callable[[], None], elsewhere: Callable[[], bool]) -> None:
         self.responded = responded
-        """Call it whenever bytes came from the replica."""
+        """Function to call whenever bytes of the replica arrive."""
         self.elsewhere = elsewhere
         self._cut = False
         self._deadline: asyncio.Timeout | None = None
 
     @contextlib.asynccontextmanager
     async def waiting(self, timeout_s: float | None = None) -> AsyncIterator[None]:
-        """Limit each wait for the replica inside the context. Raises `TimeoutError` after `timeout_s`, or
-        `UpstreamCallCancelled`."""
+        """Limit each wait for bytes of the replica that happens inside the context.
+
+        Raises:
+            TimeoutError: after `timeout_s`.
+            UpstreamCallCancelled: `cancel` was called.
+        """
         if self._cut:
             raise UpstreamCallCancelled
         try:
@@ -53,7 +62,7 @@ class UpstreamCall:
             self._deadline = None
 
     def cancel(self) -> None:
-        """Cancel the wait for a reply that is under way, or else the next wait as soon as it begins."""
+        """Cancel the present wait for bytes of the replica, or else the next wait as soon as it begins."""
         self._cut = True
         if self._deadline is not None:
             with contextlib.suppress(RuntimeError):  # the wait has just ended by itself
@@ -61,9 +70,9 @@ class UpstreamCall:
 
 
 _RESPONSE_BYTES_MAX = 67_108_864
-"""Largest response, or event of a stream, that a replica may send."""
+"""Maximum bytes of a replica's plain response, or of one event of its stream."""
 _CONNECT_TIMEOUT_S = 2.0
-"""Longest time for connecting to a replica, before the call goes to another one."""
+"""Maximum seconds for connecting to a replica, before the call is sent to another one."""
 
 Trouble = Literal["connection", "hung", "full", "version_missing", "aborted", "error"]
 _CONNECTION_ERRORS = (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError, OSError)
@@ -75,10 +84,10 @@ NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 class ReplicaFailed(Exception):
-    """Raised if this replica did not finish the call. Another replica, or the same replica later, may succeed.
+    """Raised if a replica did not finish a call. Another replica may succeed, or the same replica later.
 
-    Only the failure `error` (the engine itself failed) is likely to recur. The message contains no text of a user,
-    because it is logged.
+    Only after the failure `error` (the engine itself failed) is a repetition likely to fail again. The message contains
+    no text of a user, because it is logged.
     """
 
     def __init__(self, trouble: Trouble, message: str) -> None:
@@ -87,7 +96,7 @@ class ReplicaFailed(Exception):
 
 
 class Engines:
-    """HTTP client of all replicas, which is an async context manager."""
+    """HTTP client for the calls to all replicas. It is an async context manager."""
 
     def __init__(self, settings: UpstreamSettings, internal_key: str = "") -> None:
         self._settings = settings
@@ -123,7 +132,8 @@ class Engines:
         self._workers.close()
 
     async def answers(self, replica: Replica) -> bool:
-        """Return whether the replica answers in time on a new connection. Any status, also 404 or 503, counts."""
+        """Return whether the replica responds in time to `GET /health` on a new connection. Any status counts, also 404
+        or 503."""
         assert self._probes is not None
         try:
             async with self._probes.get(f"{replica.url.rstrip('/')}/health", allow_redirects=False):
@@ -134,8 +144,9 @@ class Engines:
     async def complete(
         self, replica: Replica, body: bytes, upstream_call: UpstreamCall, headers: Mapping[str, str] = NO_HEADERS
     ) -> EngineAnswer:
-        """Return the answer to a call. Raises `ReplicaFailed`, or `ApiError` if the engine refuses the request."""
-        async with self._opened(replica, body, upstream_call, headers) as response:
+        """Send a call and return its plain answer. Raises `ReplicaFailed`, or `ApiError` if the engine refuses the
+        request."""
+        async with self._open_response(replica, body, upstream_call, headers) as response:
             data = await self._read(response, upstream_call)
         answer = await self._workers.run(len(data), lambda: _parse(data))
         if answer.error is not None:
@@ -147,17 +158,18 @@ class Engines:
     async def stream(
         self, replica: Replica, body: bytes, upstream_call: UpstreamCall, headers: Mapping[str, str] = NO_HEADERS
     ) -> AsyncGenerator[EngineAnswer]:
-        """Yield chunks until `[DONE]`. Raises like `complete` at any point. A stream without `[DONE]` has failed."""
+        """Send a call and yield the chunks of its answer until `[DONE]`. Raises like `complete` at any point, also if
+        the stream ends without `[DONE]`."""
         splitter = client_connection.Splitter(_RESPONSE_BYTES_MAX)
-        patience_s: float | None = None  # the first tokens may have to wait for a place
-        async with self._opened(replica, body, upstream_call, headers) as response:
+        timeout_s: float | None = None  # before the first token: the call may wait in the replica's queue
+        async with self._open_response(replica, body, upstream_call, headers) as response:
             while True:
-                async with upstream_call.waiting(patience_s):
+                async with upstream_call.waiting(timeout_s):
                     data = await response.content.readany()
                 upstream_call.responded()
-                patience_s = self._settings.stall_timeout_s
+                timeout_s = self._settings.stall_timeout_s
                 if not data:
-                    raise ReplicaFailed("connection", "the stream ended before its end")
+                    raise ReplicaFailed("connection", "the stream ended without [DONE]")
                 for event in splitter.feed(data):
                     if event == client_connection.DONE:
                         return
@@ -170,11 +182,11 @@ class Engines:
                         raise ReplicaFailed("aborted", "the engine gave up on a choice")
 
     @contextlib.asynccontextmanager
-    async def _opened(
+    async def _open_response(
         self, replica: Replica, body: bytes, upstream_call: UpstreamCall, headers: Mapping[str, str]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Yield a response with status 200. If the context ends early, the connection is closed and the engine stops
-        the work."""
+        """Send a request, and yield the response if its status is 200. If the context is left early, the connection is
+        closed, by which the engine notices that it must stop."""
         assert self._session is not None
         trace = logs.current_traceparent()
         try:
@@ -183,7 +195,7 @@ class Engines:
                     f"{replica.url.rstrip('/')}/v1/chat/completions",
                     data=body,
                     headers={**headers, "traceparent": trace} if trace else headers,
-                    allow_redirects=False,  # the key and the prompt are for this replica alone
+                    allow_redirects=False,  # only this replica may receive the key and the prompt
                 )
             upstream_call.responded()
             async with response:
@@ -193,7 +205,9 @@ class Engines:
                     raise _failure(response.status, content)
                 yield response
         except UpstreamCallCancelled:
-            raise ReplicaFailed("hung", "it neither sends nor answers, and another replica is there") from None
+            raise ReplicaFailed(
+                "hung", "it sends no bytes and fails health checks, and another replica can take the call"
+            ) from None
         except _CONNECTION_ERRORS as error:
             raise ReplicaFailed("connection", repr(error)) from error
         except client_connection.EventTooLarge as error:
@@ -219,12 +233,12 @@ def _parse(data: bytes) -> EngineAnswer:
         return EngineAnswer.model_validate_json(data)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        raise ReplicaFailed("error", f"an answer that is none: {problem['loc']}: {problem['msg']}") from None
+        raise ReplicaFailed("error", f"the answer cannot be parsed: {problem['loc']}: {problem['msg']}") from None
 
 
 def _failure(status: int, body: bytes) -> Exception:
-    """Return the error for a status other than 200: another replica may do better, or the request itself is
-    impossible."""
+    """Return the error for a status other than 200: `ReplicaFailed` if another replica may succeed, else `ApiError` for
+    the client."""
     message, code, param = _read_error(body)
     if status in _FULL:
         return ReplicaFailed("full", f"status {status}")
@@ -238,7 +252,7 @@ def _failure(status: int, body: bytes) -> Exception:
 
 
 def _read_error(body: bytes) -> tuple[str, str | None, str | None]:
-    """Return message, code and param of an OpenAI-shaped error. Older vLLM servers omit the outer `error`."""
+    """Return message, code and param of an error body in OpenAI's format. Older vLLM servers omit the outer `error`."""
     try:
         document = json.loads(body)
         inner = document.get("error", document)
@@ -249,11 +263,12 @@ def _read_error(body: bytes) -> tuple[str, str | None, str | None]:
 
 
 def _watched_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Return a socket that detects an unreachable host within half a minute, even while it waits in silence."""
+    """Return a socket with TCP options by which an unreachable host is detected within half a minute, even if no bytes
+    are exchanged."""
     family, kind, protocol, _, _ = address
-    watched = socket.socket(family, kind, protocol)
-    watched.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    tcp_socket = socket.socket(family, kind, protocol)
+    tcp_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
         if hasattr(socket, option):  # not on every system
-            watched.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-    return watched
+            tcp_socket.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+    return tcp_socket

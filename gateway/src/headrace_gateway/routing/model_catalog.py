@@ -1,4 +1,4 @@
-"""Catalog of models, their names, and the version of each name, from the table of the topic `routing`."""
+"""Catalog of the models, their names and the version that each name refers to, from the topic `routing`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headrace_schemas.rules.assignment import assign_unit
 from headrace_schemas.values.text import closest, printable
 
 ANY_NAME = "*"
-"""The alias that stands for all names that are not known."""
+"""Alias in the settings that matches all unknown names."""
 _MODEL_END = re.compile(r"[@:]")
 _VERSION = re.compile(r".+@[0-9a-f]{16}")
 REGISTERED = "registered"
@@ -26,13 +26,13 @@ def _anything(_model: str) -> bool:
 
 
 class ModelCatalog:
-    """The newest routing of each model.
+    """Latest routing of each model.
 
     Args:
-        aliases: Names of clients with the names of our models. The name `*` stands for all others.
-        loaded: Returns whether the whole topic has been read.
-        changed: Called after each update.
-        any_name: Whether the only model, where there is one, answers to all unknown names.
+        aliases: For each name that clients use, the name of a model here. The name `*` matches all unknown names.
+        loaded: Function that returns whether all existing rows of the topic have been read.
+        changed: Function that is called after each update.
+        any_name: Whether, while there is a single model, unknown names refer to it.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class ModelCatalog:
         self._rows: dict[str, Routing] = {}
 
     def update(self, key: str, routing: Routing | None) -> None:
-        """Take over a model's new routing (None removes it) unless it is older than the present one."""
+        """Apply a row of the topic, unless it is older than the present routing of the model. None removes the
+        model."""
         if routing is None:
             self._rows.pop(key, None)
         elif key not in self._rows or routing.revision >= self._rows[key].revision:
@@ -59,20 +60,20 @@ class ModelCatalog:
 
     @property
     def has_default_model(self) -> bool:
-        """Whether the settings name a model (alias `*`) that answers calls of all unknown model names."""
+        """Whether the settings name a model (alias `*`) to which all unknown names refer."""
         return ANY_NAME in self._aliases
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is a model to route to."""
+        """Whether the topic has been read and contains a model."""
         return self._loaded() and bool(self._rows)
 
     def resolve(self, requested: str, may_use: Callable[[str], bool] = _anything, *, by_agent: bool = False) -> Target:
-        """Return the meaning of the `model` of a request.
+        """Return the model and the alias or version that the `model` of a request refers to.
 
         Args:
             requested: The name in the request.
-            may_use: Returns whether the caller may use a model.
+            may_use: Function that returns whether the caller may use a model.
             by_agent: Whether an agent may have sent the request, which may know its model by another name. Programs of
                 Headrace know the names, and their mistakes must not reach another model.
 
@@ -84,14 +85,13 @@ class ModelCatalog:
         return replace(target, is_substitute=name != requested and requested not in self._aliases)
 
     def routing_of(self, target: Target) -> Routing:
-        """Return the routing of a model that `resolve` has found."""
+        """Return the routing of the model that `resolve` returned."""
         return self._rows[target.model]
 
     def _substitute(self, requested: str, *, by_agent: bool) -> str | None:
-        """Return the name that stands for all unknown names.
+        """Return the name to use in place of an unknown name, or None.
 
-        A misspelt alias or version of a known model has no such name, and neither has a name in the form of our
-        versions.
+        There is none for a misspelt alias or version of a known model, nor for a name in the form of a version.
         """
         if _MODEL_END.split(requested, maxsplit=1)[0] in self._rows or _VERSION.fullmatch(requested):
             return None
@@ -103,7 +103,7 @@ class ModelCatalog:
     def _target(self, requested: str, name: str, may_use: Callable[[str], bool]) -> Target:
         model, _, digest = name.partition("@")
         if digest:
-            if not may_use(model) or not self.usable(model, name):
+            if not may_use(model) or not self.is_usable(model, name):
                 raise self._unknown(requested, may_use)
             return Target(model, version=name)
         model, _, alias = name.partition(":")
@@ -113,23 +113,21 @@ class ModelCatalog:
         return Target(model, alias or CHAMPION)
 
     def version_of(self, target: Target) -> str | None:
-        """Return the version that `target` means now, or None before the first promotion."""
+        """Return the version to which `target` refers now, or None before the model's first promotion."""
         if target.version is not None:
             return target.version
         routing = self._rows.get(target.model)
         return _aliases(routing).get(target.alias) if routing else None
 
     def untrained(self, model: str, version: str) -> str | None:
-        """Return the reason why turns answered by `version` are excluded from training (it was registered by an
-        operator), or None.
-        """
+        """Return the reason why turns answered by `version` are never trained (an operator registered it), or None."""
         routing = self._rows.get(model)
         return REGISTERED if routing is not None and version in routing.untrained else None
 
     def draw(self, model: str, identity: CallIdentity) -> tuple[str | None, UnitAssignment | None]:
-        """Return the version and the assignment of a session that begins now, by the split of the routing.
+        """Return the version and the rollout assignment for a session that begins now.
 
-        If no traffic is split, the version is the champion.
+        Without a rollout that splits traffic, this is the champion and None.
         """
         routing = self._rows.get(model)
         if routing is None or routing.champion is None:
@@ -140,19 +138,19 @@ class ModelCatalog:
         by_user = identity.user_key if split.unit == "user" else None
         return assign_unit(split, routing.champion, by_user or identity.session_key)
 
-    def under_way(self, model: str, assignment: UnitAssignment | None) -> bool:
-        """Return whether the rollout that assigned a version to a session is still in progress."""
+    def is_under_way(self, model: str, assignment: UnitAssignment | None) -> bool:
+        """Return whether a rollout that assigned a version to the session is still in progress."""
         routing = self._rows.get(model)
         arms = routing.split.arms if routing and routing.split else ()
         return assignment is not None and any(arm.rollout_id in assignment.rollouts for arm in arms)
 
-    def usable(self, model: str, version: str) -> bool:
-        """Return whether routing contains `version` and has not withdrawn it."""
+    def is_usable(self, model: str, version: str) -> bool:
+        """Return whether the routing of `model` serves `version` and has not withdrawn it."""
         routing = self._rows.get(model)
         return routing is not None and version in _versions(routing) and version not in routing.withdrawn
 
     def names(self, may_use: Callable[[str], bool] = _anything) -> list[tuple[str, Routing]]:
-        """Return all names that the caller may use as `model`, with the routing of each."""
+        """Return all names that the caller may send as `model`, each with the routing of its model."""
         listed = []
         for model in sorted(filter(may_use, self._rows)):
             routing = self._rows[model]
@@ -170,10 +168,10 @@ class ModelCatalog:
 
 
 def _aliases(routing: Routing) -> dict[str, str]:
-    """Return the version of each alias. Roles such as the champion have precedence over names that an operator sets."""
+    """Return the version of each alias. Roles such as `champion` have precedence over names that an operator set."""
     return routing.names | {str(role): version for role, version in routing.aliases.items()}
 
 
 def _versions(routing: Routing) -> dict[str, None]:
-    """Return the aliased and then the other served versions without duplicates."""
+    """Return the served versions without duplicates, those with an alias first."""
     return dict.fromkeys([*routing.aliases.values(), *(served.version for served in routing.serve)])

@@ -1,4 +1,5 @@
-"""Selection of the version and the replica for a call. A session keeps its version and arm until it is idle.
+"""Selection of the version and the replica for a call. A session keeps its version and its arm of the rollout until it
+is idle.
 
 The version is that to which the session is pinned while a replica can serve it, else that of the arm to which the
 session is assigned, else the champion.
@@ -17,20 +18,21 @@ from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas import UnitAssignment
 
 _SESSIONS_MAX = 100_000
-"""Sessions remembered. Beyond it the tenant with the most sessions forgets the one that was idle longest."""
+"""Number of sessions that are remembered. Beyond it the tenant with the most sessions loses the one that was idle
+longest."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Version with which a session began. A session without an `assignment` is not part of a rollout, even of a
-    later one."""
+    """Version that a session keeps. Without an `assignment` the session takes part in no rollout, also not in a later
+    one."""
 
     version: str
     assignment: UnitAssignment | None = None
 
 
 class StickyVersions:
-    """Versions of sessions in memory.
+    """Memory of the version that each session keeps.
 
     Another gateway, or this one after a restart, may choose another version for a session. Within a rollout the
     assignment is still the same, because it depends only on the unit and the routing.
@@ -40,8 +42,8 @@ class StickyVersions:
         self._settings = settings
         self._clock = clock
         self._pins: TenantMemory[str, dict[str, tuple[Pin, float]]] = TenantMemory(_SESSIONS_MAX)
-        """By tenant and session key, then by model: the pin and when it was last used. A session key reaches us inside
-        response ids, which any tenant may name."""
+        """For each tenant and session key, the pin of each model and the time of its last use. The tenant is part of
+        the key, because clients can send session keys of other tenants inside response ids."""
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -55,13 +57,13 @@ class StickyVersions:
         self._pins.set(tenant, session_key, {**pins, model: (pin, self._clock.monotonic_s())})
 
     def drop(self, tenant: str, session_key: str) -> None:
-        """Forget the versions of a session of `tenant` that has ended."""
+        """Forget the versions of a session that has ended."""
         self._pins.pop(tenant, session_key)
 
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """The replica and the version that serve a call, and the arm that its unit was assigned to."""
+    """Version and replica that serve a call, and the rollout assignment of its session."""
 
     version: str
     member: ReplicaStatus
@@ -69,7 +71,7 @@ class Upstream:
 
 
 class Placement:
-    """Selection of replicas from catalog, sticky versions and replica set. The relay calls it before every attempt."""
+    """Selection of the replica for a call. The relay calls it before each attempt."""
 
     def __init__(self, catalog: ModelCatalog, sticky_versions: StickyVersions, replica_set: ReplicaSet) -> None:
         self._catalog = catalog
@@ -77,9 +79,10 @@ class Placement:
         self._replica_set = replica_set
 
     def assign(self, call: ChatCall, avoid: frozenset[str] = frozenset()) -> Upstream | None:
-        """Return the replica and version for the call, or None while no replica can take it.
+        """Return the version and the replica for the call, or None while no replica can accept it. The session then
+        keeps this version.
 
-        The session gets another version if no replica serves its own.
+        The session gets the current version if no replica serves the one that it has kept.
         """
         upstream, target = self.choose(call, avoid), call.target
         if upstream and target.version is None and target.alias == CHAMPION:
@@ -88,7 +91,7 @@ class Placement:
         return upstream
 
     def choose(self, call: ChatCall, avoid: frozenset[str] = frozenset()) -> Upstream | None:
-        """Return the result of `assign` without pinning the session."""
+        """Return the same result as `assign`, but do not record the version for the session."""
         target = call.target
         pin = None if target.alias != CHAMPION or target.version else self._pin(call)
         current = self._catalog.version_of(target)
@@ -99,15 +102,14 @@ class Placement:
                 return Upstream(version, member, assignment)
         return None
 
-    def has_time(self, call: ChatCall, load_max: float) -> bool:
-        """Return whether background work may call the replica now: its load is below `load_max`, so that no user has to
-        wait.
-        """
+    def has_spare_capacity(self, call: ChatCall, load_max: float) -> bool:
+        """Return whether the load of the replica for the call is below `load_max`, so that background work delays no
+        user."""
         upstream = self.choose(call)
         return upstream is not None and upstream.member.load < load_max
 
     def resume(self, call: ChatCall, version: str, avoid: frozenset[str], *, with_tokens: bool) -> Upstream | None:
-        """Return a replica that can continue a stream with the same version after its replica failed, or None.
+        """Return the replica that continues a stream with the same version after its replica failed, or None.
 
         Args:
             with_tokens: whether the replica must continue from the exact tokens that were sampled so far.
@@ -116,16 +118,18 @@ class Placement:
         return Upstream(version, member) if member else None
 
     def may_resume(self, call: ChatCall, version: str) -> bool:
-        """Return whether a broken stream may wait for a replica that has its version or will load it."""
+        """Return whether it is useful to wait for a replica that can continue a broken stream: one that has or will
+        have its version."""
         holders = self._replica_set.holders(version)
         if not holders:
-            return self._catalog.usable(call.target.model, version)
+            return self._catalog.is_usable(call.target.model, version)
         return any(replica.resumes for replica in holders)
 
-    def lacking(self, call: ChatCall) -> frozenset[str]:
-        """Return the abilities (such as grammars) that a call needs and no replica of its model has."""
+    def missing_abilities(self, call: ChatCall) -> frozenset[str]:
+        """Return the abilities (such as grammars) that a call needs and no single replica of its model has; empty if
+        one has all."""
         needs = call.request.needs
-        return self._replica_set.lacking(call.target.model, needs) if needs else needs
+        return self._replica_set.missing_abilities(call.target.model, needs) if needs else needs
 
     def _pick(
         self, call: ChatCall, version: str, avoid: frozenset[str], *, begun: bool = False, resuming: bool = False
@@ -134,11 +138,11 @@ class Placement:
         return self._replica_set.pick(version, key, avoid, needs=needs, begun=begun, resuming=resuming)
 
     def _pin(self, call: ChatCall) -> Pin | None:
-        """Return the version to which the session is pinned, or a new one if that version was withdrawn."""
+        """Return the version that the session has kept, or draw one if it has none or if that version was withdrawn."""
         model, identity = call.target.model, call.identity
         pin = None if call.opens_a_run else self._sticky_versions.get(identity.tenant, identity.session_key, model)
-        if pin and self._catalog.usable(model, pin.version):
-            is_under_way = self._catalog.under_way(model, pin.assignment)
+        if pin and self._catalog.is_usable(model, pin.version):
+            is_under_way = self._catalog.is_under_way(model, pin.assignment)
             return pin if is_under_way or pin.assignment is None else Pin(pin.version)
         version, assignment = self._catalog.draw(model, identity)
         return Pin(version, assignment) if version else None

@@ -1,6 +1,6 @@
-"""Relay of calls to replicas: it tries replicas, waits, and resumes broken streams while one replica is alive.
+"""Relay of calls to replicas. It retries, waits for free replicas, and continues broken streams at other replicas.
 
-Clients notice failures of replicas only if they last longer than `upstream.hold_s`.
+Clients notice a failure of replicas only if it lasts longer than `upstream.hold_s`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from functools import partial
 from pydantic import ValidationError
 
 from headrace_gateway import metrics
-from headrace_gateway.access.refusals import ApiError, overloaded
-from headrace_gateway.capture.captured_turns import CapturedTurns, history_of, unseen_answer
+from headrace_gateway.access.refusals import ApiError, overloaded_error
+from headrace_gateway.capture.captured_turns import CapturedTurns, find_unseen_answer, history_of
 from headrace_gateway.capture.transcript import Transcript
 from headrace_gateway.requests.chat_call import ChatCall
 from headrace_gateway.requests.engine_wire import EngineAnswer, EngineUsage
@@ -28,13 +28,15 @@ from headrace_runtime.process.logs import get_logger
 from headrace_schemas.events.routing import PROMPT
 
 _ERRORS_MAX = 3
-"""Internal errors of replicas (500) for one request before it fails; other trouble only counts against `hold_s`."""
+"""Internal errors of engines (status 500) after which a request fails. Other failures count only as waiting time
+against `hold_s`."""
 
 log = get_logger(__name__)
 
 
 class _RetryBudget:
-    """Time that one call may still wait. Progress renews it, and time at a replica does not count."""
+    """Time that one call may still wait for a replica. It is reset whenever tokens arrive, and time at a replica does
+    not count."""
 
     def __init__(self, settings: UpstreamSettings) -> None:
         self._settings = settings
@@ -45,20 +47,20 @@ class _RetryBudget:
         self._waited_s = 0.0
         self._errors = 0
         self.avoid: frozenset[str] = frozenset()
-        """Replicas that failed at this very request. They are used again only when there is no other."""
+        """Replicas that failed at this request. They are used again only if there are no others."""
 
     def wait_s(self) -> float:
-        """Return the seconds that the call may still wait. Raises `ApiError` 503 if there are none left."""
+        """Return the seconds that the call may still wait. Raises `ApiError` 503 if no time is left."""
         left = self._settings.hold_s - self._waited_s
         if left <= 0:
-            raise overloaded(f"no replica could serve this within {self._settings.hold_s:g} s: {self._last}")
+            raise overloaded_error(f"no replica could serve this within {self._settings.hold_s:g} s: {self._last}")
         return left
 
     def waited(self, seconds: float) -> None:
         self._waited_s += seconds
 
     def failed(self, replica_id: str, failure: ReplicaFailed) -> None:
-        """Record a failed attempt. Raises `ApiError` 502 if engines have failed too often at this request."""
+        """Record a failed attempt. Raises `ApiError` 502 after too many internal errors of engines."""
         self._last = failure.trouble
         if failure.trouble in ("error", "hung"):
             self.avoid |= {replica_id}
@@ -89,18 +91,19 @@ class Relay:
         self._clock = clock
         self._captured = captured
 
-    def beside_users(self, call: ChatCall, load_max: float) -> None:
-        """Check that background work may be sent now without delaying a user's call.
+    def check_spare_capacity(self, call: ChatCall, load_max: float) -> None:
+        """Check that a shadow call may be sent now without delaying calls of users.
 
         Raises:
             ApiError: 429, no replica has enough free slots.
         """
-        if not self._placement.has_time(call, load_max):
+        if not self._placement.has_spare_capacity(call, load_max):
             message = "purpose 'shadow' is served while replicas have time beside users; try again later"
             raise ApiError(429, "users_first", message, retry_after_s=1)
 
     async def complete(self, call: ChatCall) -> tuple[EngineAnswer, Transcript]:
-        """Return the whole answer. Raises `ApiError` when no replica gives one or the engine refuses the request."""
+        """Return the plain answer to a call and its transcript. Raises `ApiError` if no replica answers or the engine
+        refuses the request."""
         async with self._dispatchers.admit(call):
             return await self._complete(call)
 
@@ -121,11 +124,11 @@ class Relay:
             return answer, transcript
 
     async def stream(self, call: ChatCall, transcript: Transcript) -> AsyncGenerator[EngineAnswer]:
-        """Yield the chunks as one uninterrupted stream, each already in `transcript`. Raises like `complete` at any
-        point.
+        """Yield the chunks of an answer as one uninterrupted stream. Each chunk was added to `transcript` before.
+        Raises like `complete` at any point.
 
-        Chunks before the first token are held back: if the replica fails, its successor may sample from another prompt
-        and with another version.
+        Chunks before the first token are held back: if their replica fails, another replica may begin with another
+        prompt and another version.
         """
         async with self._dispatchers.admit(call), contextlib.aclosing(self._stream(call, transcript)) as chunks:
             async for chunk in chunks:
@@ -135,10 +138,10 @@ class Relay:
         budget = _RetryBudget(self._settings)
         opening: list[EngineAnswer] = []
         while True:
-            upstream = await self._find(call, lambda: self._next_place(call, transcript, budget), budget)
+            upstream = await self._find(call, lambda: self._next_upstream(call, transcript, budget), budget)
             transcript.replica_id = upstream.member.replica.replica_id
             transcript.replica_started_at = upstream.member.replica.started_at
-            if not transcript.begun:
+            if not transcript.has_begun:
                 transcript.assignment = upstream.assignment
             try:
                 with self._calling(upstream, lambda: self._can_move(call, transcript)) as upstream_call:
@@ -146,30 +149,30 @@ class Relay:
                         async for chunk in chunks:
                             budget.renew()
                             opening.append(chunk)
-                            while transcript.begun and opening:
+                            while transcript.has_begun and opening:
                                 yield opening.pop(0)
                 if not transcript.finished(call.request.choices):
                     raise ReplicaFailed("connection", "the stream ended before all choices did")
                 return
             except ReplicaFailed as failure:
                 if transcript.finished(call.request.choices):
-                    yield _own_count(transcript)
+                    yield _count_usage(transcript)
                     return
                 self._note(upstream, failure, budget)
-                if not transcript.begun:
+                if not transcript.has_begun:
                     opening.clear()
                     transcript.forget()
 
-    def _next_place(self, call: ChatCall, transcript: Transcript, budget: _RetryBudget) -> Upstream | None:
-        if not transcript.begun:
+    def _next_upstream(self, call: ChatCall, transcript: Transcript, budget: _RetryBudget) -> Upstream | None:
+        if not transcript.has_begun:
             return self._placement.assign(call, budget.avoid)
         if transcript.sampled and not self._placement.may_resume(call, transcript.version):
-            raise overloaded("the stream broke and no replica can take it over")
+            raise overloaded_error("the stream broke and no replica can take it over")
         return self._placement.resume(call, transcript.version, budget.avoid, with_tokens=bool(transcript.sampled))
 
     def _can_move(self, call: ChatCall, transcript: Transcript) -> bool:
-        """Return whether another replica could resume this stream now. A hanging replica never counts."""
-        if not transcript.begun:
+        """Return whether another replica could take over the call now. Replicas that hang do not count."""
+        if not transcript.has_begun:
             return self._placement.choose(call) is not None
         upstream = self._placement.resume(call, transcript.version, frozenset(), with_tokens=bool(transcript.sampled))
         return upstream is not None
@@ -190,10 +193,10 @@ class Relay:
             async for chunk in chunks:
                 for choice in chunk.choices:
                     if choice.index in begun:
-                        choice.delta.role = None  # the client has had it
+                        choice.delta.role = None  # already sent to the client
                 transcript.add(chunk, streamed=True)
                 if resume:
-                    chunk.prompt_token_ids = None  # and this
+                    chunk.prompt_token_ids = None  # already sent to the client
                 yield chunk
 
     async def _body(self, call: ChatCall, upstream: Upstream) -> bytes:
@@ -203,7 +206,7 @@ class Relay:
         conversation, so that they need not be tokenized again.
         """
         earlier = self._captured.of_session(call.identity)
-        unseen = unseen_answer(call, upstream.version, upstream.member.replica, earlier)
+        unseen = find_unseen_answer(call, upstream.version, upstream.member.replica, earlier)
         if unseen is None:
             return call.body(upstream.version)
         metrics.HISTORIES.inc()
@@ -212,8 +215,8 @@ class Relay:
 
     async def _find(self, call: ChatCall, find: Callable[[], Upstream | None], budget: _RetryBudget) -> Upstream:
         while (upstream := find()) is None:
-            if lacking := self._placement.lacking(call):
-                raise _not_held(call, min(lacking))
+            if missing_abilities := self._placement.missing_abilities(call):
+                raise _unsupported_error(call, min(missing_abilities))
             metrics.HOLDS.inc()
             before_s = self._clock.monotonic_s()
             await self._replica_set.wait(budget.wait_s())
@@ -240,11 +243,11 @@ class Relay:
             case "hung":
                 budget.waited(self._clock.monotonic_s() - upstream.member.silent_since_s)
             case "error":
-                pass  # the request may be the cause as well as the replica: only this call avoids the replica
+                pass  # the request may be the cause, so only this call avoids the replica
         budget.failed(replica_id, failure)
 
 
-def _not_held(call: ChatCall, field: str) -> ApiError:
+def _unsupported_error(call: ChatCall, field: str) -> ApiError:
     if field == PROMPT:
         message = f"prompt: no replica of {call.target.model} takes text completions; use /v1/chat/completions"
         return ApiError(400, "unsupported_endpoint", message, field)
@@ -255,7 +258,7 @@ def _not_held(call: ChatCall, field: str) -> ApiError:
     return ApiError(400, "unsupported_field", message, field)
 
 
-def _own_count(transcript: Transcript) -> EngineAnswer:
+def _count_usage(transcript: Transcript) -> EngineAnswer:
     """Build the usage block of a stream whose replica died after its last token, from the tokens that it sent."""
     prompt = len(transcript.prompt_token_ids)
     sampled = sum(len(choice.token_ids) for choice in transcript.choices.values())

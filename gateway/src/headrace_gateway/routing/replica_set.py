@@ -1,4 +1,5 @@
-"""Replicas as this gateway sees them: heartbeats, its own calls, the selection for the next call, and hung replicas.
+"""Status of the replicas, from their heartbeats and this gateway's own calls, the selection of one for a call, and the
+detection of hung replicas.
 
 A stopped process, or a machine without network, keeps its connections and sends no bytes. A replica that computes a
 long prompt sends no bytes either, but it answers `GET /health`.
@@ -33,7 +34,7 @@ _HELD: frozenset[LoadState] = _BEGUN | {"loading"}
 
 @dataclass(slots=True)
 class ReplicaStatus:
-    """Status of one replica. Times are those of our monotonic clock."""
+    """Status of one replica. Times are in seconds of this process's monotonic clock."""
 
     replica: Replica
     heartbeat_s: float
@@ -41,41 +42,41 @@ class ReplicaStatus:
     responded_s: float
     """Time at which it last sent data over HTTP."""
     calls_since_s: float = 0.0
-    """Time since when it has had calls in progress without a pause."""
+    """Time since when the replica has had at least one call in progress."""
     in_flight: int = 0
     strikes: int = 0
     shunned_until_s: float = 0.0
     missing: set[str] = field(default_factory=set)
-    """Versions that it announced but did not have."""
+    """Versions that the replica announced, but answered with 404."""
     hung: bool = False
     """Whether the replica hangs. A hung replica gets no calls until it sends data."""
     is_probed: bool = False
-    """A health check is running."""
+    """Whether a health check is in progress."""
     failed_probes: int = 0
     next_probe_s: float = 0.0
     calls: set[UpstreamCall] = field(default_factory=set)
-    """Calls of this gateway to it."""
+    """Calls of this gateway to the replica that are in progress."""
 
     @property
     def silent_since_s(self) -> float:
-        """Time since when the replica's calls have received no byte."""
+        """Time since when no calls in progress at the replica have received a byte."""
         return max(self.responded_s, self.calls_since_s)
 
     @property
     def load(self) -> float:
-        """Calls in flight divided by the replica's capacity.
+        """Calls in flight at the replica divided by its capacity.
 
-        Own calls are counted by this process; the replica's heartbeat adds those of other gateways but is older, so the
-        larger number counts.
+        The number in its heartbeat includes calls of other gateways but is older than this process's own count, so the
+        larger of both is used.
         """
         return max(self.in_flight, self.replica.in_flight) / self.replica.capacity
 
 
 class ReplicaSet:
-    """Replicas of the table `replicas`. `loaded` returns whether the table has been read.
+    """Replicas of the topic `replicas`. `loaded` returns whether all existing rows of the topic have been read.
 
-    A replica without heartbeats is only called if no other is left, because the bus may be the cause. A replica that
-    hangs (see `ReplicaWatch`) is not called at all.
+    A replica without recent heartbeats is called only if there is no other, because the bus may be the cause. A replica
+    that hangs (see `ReplicaWatch`) is not called at all.
     """
 
     def __init__(self, clock: Clock, loaded: Callable[[], bool]) -> None:
@@ -85,12 +86,12 @@ class ReplicaSet:
         self._news = asyncio.Event()
 
     def update(self, key: str, replica: Replica | None) -> None:
-        """Apply a row of the table. After a heartbeat, a failed replica is tried again."""
+        """Apply a row of the topic. A heartbeat also ends the pause of a replica that failed."""
         if replica is None:
             self._members.pop(key, None)
         else:
             heartbeat_s = self._clock.monotonic_s()
-            if not self._loaded():  # old rows count by their date; new ones by arrival, which needs no equal clocks
+            if not self._loaded():  # a row from before the start: its age by the clocks of both processes
                 heartbeat_s -= max(0.0, (self._clock.now() - replica.time).total_seconds())
             member = self._members.setdefault(key, ReplicaStatus(replica, heartbeat_s, heartbeat_s))
             member.replica, member.heartbeat_s, member.shunned_until_s = replica, heartbeat_s, 0.0
@@ -101,15 +102,13 @@ class ReplicaSet:
         self.changed()
 
     def changed(self) -> None:
-        """Wake all waiters in `wait`."""
+        """Wake all callers of `wait`."""
         self._news.set()
         self._news = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> None:
-        """Wait until the set of replicas has changed, or a replica that failed may be tried again, at most `timeout_s`.
-
-        Callers that wait for the same replica do not all return at once.
-        """
+        """Wait at most `timeout_s` until the set of replicas has changed, or until a replica that failed may be tried
+        again. Callers that wait for the same replica return at different times."""
         now = self._clock.monotonic_s()
         pauses = [m.shunned_until_s - now for m in self._members.values() if m.shunned_until_s > now]
         pause_s = min(pauses, default=timeout_s) * random.uniform(1.0, 1.5)
@@ -127,14 +126,14 @@ class ReplicaSet:
         begun: bool = False,
         resuming: bool = False,
     ) -> ReplicaStatus | None:
-        """Return the replica for one more call, or None if no replica can accept it now.
+        """Choose the replica for one more call. Return None if no replica can accept it now.
 
-        Rendezvous hashing keeps a session at the replica that caches its KV. When a replica is added or removed, at
+        Rendezvous hashing keeps a session at the replica that has its KV cache. When a replica is added or removed, at
         most its own sessions move. A full replica passes its calls to the least loaded one.
 
         Args:
             needs: The abilities that the replica must announce.
-            begun: Whether the version has begun the answer elsewhere, so that a draining replica is sufficient.
+            begun: Whether another replica has begun the answer with this version, so that a draining replica suffices.
             resuming: Whether tokens of the answer were already sampled.
         """
         now = self._clock.monotonic_s()
@@ -150,7 +149,7 @@ class ReplicaSet:
         return first if first.load < 1 else min(candidates, key=lambda member: member.load)
 
     def capacity(self, model: str) -> int:
-        """Return the slots of all replicas with a version of `model` that could accept a call now."""
+        """Return the number of slots of all replicas that could accept a call for a version of `model` now."""
         now = self._clock.monotonic_s()
         holders = [member for member in self._members.values() if _versions_of(member, model)]
         able = [member for member in holders if not member.hung and member.shunned_until_s <= now]
@@ -158,21 +157,22 @@ class ReplicaSet:
         return sum(member.replica.capacity for member in fresh)
 
     def holders(self, version: str) -> list[Replica]:
-        """Return the replicas that have loaded `version` or are loading it, also if they are busy."""
+        """Return the replicas that have loaded `version` or are loading it, including busy ones."""
         members = [member for member in self._members.values() if version not in member.missing]
         return [member.replica for member in members if member.replica.state_of(version) in _HELD]
 
-    def lacking(self, model: str, needs: frozenset[str]) -> frozenset[str]:
-        """Return the part of `needs` that the replicas with a version of `model` do not announce.
+    def missing_abilities(self, model: str, needs: frozenset[str]) -> frozenset[str]:
+        """Return the abilities in `needs` that no replica with a version of `model` announces together with the others.
 
-        The result is empty without such replicas, and if one of them has all abilities.
+        Of all these replicas, the one that lacks the fewest counts. The result is empty without such replicas.
         """
         holders = [m.replica for m in self._members.values() if any(map(m.replica.ready, _versions_of(m, model)))]
         return min((needs.difference(holder.abilities) for holder in holders), key=len, default=frozenset())
 
     @contextlib.contextmanager
     def calling(self, member: ReplicaStatus, elsewhere: Callable[[], bool]) -> Iterator[UpstreamCall]:
-        """Count one call to the replica inside the context."""
+        """Count one call as in progress at the replica inside the context, and yield the object that controls its
+        waits."""
         call = UpstreamCall(lambda: self.note_response(member), elsewhere)
         if not member.in_flight:  # it had no call in progress until now
             member.calls_since_s = self._clock.monotonic_s()
@@ -185,7 +185,7 @@ class ReplicaSet:
             member.calls.discard(call)
 
     def note_response(self, member: ReplicaStatus) -> None:
-        """Record that the replica sent data over HTTP, so it is alive."""
+        """Record that bytes of the replica arrived over HTTP, so it does not hang."""
         member.responded_s = self._clock.monotonic_s()
         member.failed_probes, member.next_probe_s = 0, 0.0
         if member.hung:
@@ -193,9 +193,9 @@ class ReplicaSet:
             self.changed()
 
     def note_hung(self, member: ReplicaStatus) -> None:
-        """Record that the replica did not answer its health check.
+        """Record that the replica failed its health checks, so it hangs.
 
-        The next checks follow at growing intervals, and at its next heartbeat.
+        Further checks follow at growing intervals, and at its next heartbeat.
         """
         member.next_probe_s = self._clock.monotonic_s() + min(
             _PROBE_RETRY_MAX_S, _PROBE_RETRY_S * 2**member.failed_probes
@@ -206,9 +206,10 @@ class ReplicaSet:
             self.changed()
 
     def members_to_probe(self, silence_s: float) -> list[ReplicaStatus]:
-        """Return the replicas that need a health check: silent for `silence_s`, with an overdue answer or heartbeat.
+        """Return the replicas that need a health check now: no bytes for `silence_s`, although calls are in progress or
+        a heartbeat is due.
 
-        A replica that was taken out of service long ago is not checked.
+        A replica whose last heartbeat is long ago, because it was shut down, is not checked.
         """
         now = self._clock.monotonic_s()
         members = [member for member in self._members.values() if not member.is_probed and member.next_probe_s <= now]
@@ -236,11 +237,12 @@ class ReplicaSet:
         self._shun(member, _BACKOFF_MAX_S)
 
     def note_full(self, member: ReplicaStatus) -> None:
-        """Record that the replica has no free slot, and try it again soon."""
+        """Record that the replica has no free slot. It gets no calls for a short time."""
         self._shun(member, _FULL_BACKOFF_MAX_S)
 
     def note_missing_version(self, member: ReplicaStatus, version: str) -> None:
-        """Record that the replica does not have `version`, although it announced it, until its next heartbeat."""
+        """Record that the replica does not have `version`, although it announced it. This holds until its next
+        heartbeat."""
         member.missing.add(version)
 
     def _shun(self, member: ReplicaStatus, pause_max_s: float) -> None:
@@ -286,16 +288,16 @@ def _weight(session_key: str, replica_id: str) -> bytes:
 
 
 PROBE_AFTER_S = 2.0
-"""Silence of a replica after which its health is checked (`GET /health`)."""
+"""Seconds without bytes of a replica after which its health is checked (`GET /health`)."""
 
 log = get_logger(__name__)
 _TICK_S = 0.25
 _ATTEMPTS = 2
-"""Attempts of a health check: a single failure may be the fault of this process."""
+"""Attempts of a health check, because this process may be the cause of a single failure."""
 
 
 class ReplicaWatch:
-    """Watch that checks silent replicas and cancels the calls of hung ones."""
+    """Task that checks the health of silent replicas and cancels the calls of hung ones."""
 
     def __init__(self, replica_set: ReplicaSet, engines: Engines, settings: UpstreamSettings, clock: Clock) -> None:
         self._replica_set = replica_set
@@ -304,7 +306,7 @@ class ReplicaWatch:
         self._clock = clock
 
     async def run(self) -> None:
-        """Check idle replicas and cancel hanging calls, until the owner cancels this."""
+        """Check the health of silent replicas and cancel the calls of hung ones, until the task is cancelled."""
         async with asyncio.TaskGroup() as probes:
             while True:
                 for member in self._replica_set.members_to_probe(PROBE_AFTER_S):
@@ -330,8 +332,8 @@ class ReplicaWatch:
             self._replica_set.note_hung(member)
 
     def _cut(self, member: ReplicaStatus) -> None:
-        """Cancel the calls that another replica can accept. Other calls continue for `hold_s`, and may still be
-        answered."""
+        """Cancel the calls of a hung replica that another replica can accept. Its other calls are cancelled after
+        `hold_s` without bytes."""
         is_hold_over = self._clock.monotonic_s() - member.silent_since_s > self._settings.hold_s
         for call in list(member.calls):
             if is_hold_over or call.elsewhere():

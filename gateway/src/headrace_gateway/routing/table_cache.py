@@ -1,8 +1,8 @@
-"""File with the last known rows of a compacted topic, for a gateway that starts while the bus is unavailable.
+"""Copy of the rows of a compacted topic in a file, for a gateway that starts while the bus is unavailable.
 
-The topic has precedence. The file is used only if reading the topic takes too long, and only until the topic has been
-read; then rows that are not in the topic are dropped. A version that was withdrawn in between is served until the bus
-is available again, as by a gateway that was not restarted.
+Rows of the topic have precedence. The file is used only if reading the topic takes too long, and only until the topic
+has been read; then rows that are not in the topic are dropped. Until the bus is available again, a version that was
+withdrawn in the meantime is still served, as it would be by a gateway that had not been restarted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ E_co = TypeVar("E_co", bound=Event, covariant=True)
 
 
 class SourceTable(Protocol[E_co]):
-    """Compacted topic of which the cache is a copy. `headrace_runtime.kafka.consumer.TopicTable` implements it."""
+    """Compacted topic whose rows the file contains. `headrace_runtime.kafka.consumer.TopicTable` implements it."""
 
     @property
     def loaded(self) -> asyncio.Event:
@@ -32,13 +32,15 @@ class SourceTable(Protocol[E_co]):
 
     @property
     def rows(self) -> Mapping[str, E_co]:
-        """Newest event of each key."""
+        """Latest event of each key."""
 
 
 class TableCache(Generic[E]):
-    """File of one table. A task (`run`) reads it if the bus is late, and refreshes it every `every_s`.
+    """File with a copy of one topic's rows. The task `run` reads the file if the bus is late, and rewrites it every
+    `every_s` seconds.
 
-    `update` receives the rows of the file like those of the topic. Rows that `accepts` refuses are skipped.
+    `update` is called for the rows of the file as for those of the topic. Rows for which `accepts` returns false are
+    skipped.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class TableCache(Generic[E]):
         """The file is used, or was used, in place of the topic."""
 
     async def run(self, every_s: float = 2.0) -> None:
-        """Read and refresh the file until the owner cancels this."""
+        """Read the file if the bus is late, then rewrite it at intervals, until the task is cancelled."""
         rows: dict[str, E] = {}
         try:
             async with asyncio.timeout(self._wait_s):
@@ -85,7 +87,7 @@ class TableCache(Generic[E]):
             await asyncio.sleep(every_s)
 
     def _read(self) -> dict[str, E]:
-        """Return the rows of the file; called in a thread. A damaged line loses only its row."""
+        """Return the rows of the file. Damaged lines are skipped. Called in a thread."""
         try:
             lines = self._path.read_bytes().splitlines()
         except OSError:
@@ -102,7 +104,7 @@ class TableCache(Generic[E]):
         return rows
 
     def _write(self, rows: Iterable[E]) -> None:
-        """Write `rows` to the file atomically; called in a thread."""
+        """Replace the file atomically by one with `rows`. Called in a thread."""
         text = b"".join(row.to_json() + b"\n" for row in rows)
         if text == self._written:
             return

@@ -1,4 +1,5 @@
-"""Answers of this API: their shape, as JSON and as a stream of events, and the readers of its requests."""
+"""Answers in the format of Anthropic's Messages API, as JSON and as a stream of events, and the reader of its
+requests."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ _TAIL_BYTES = 1024
 
 
 class StopFinder:
-    """Finds the stop sequence that ended an answer. Engines cut it from the text, but its tokens were sampled."""
+    """Detector of the stop sequence that ended an answer. Engines cut it from the text, but its tokens were sampled."""
 
     def __init__(self, stop_sequences: Sequence[str]) -> None:
         self._sequences = stop_sequences
@@ -32,7 +33,7 @@ class StopFinder:
         self._last_length = 0
 
     def add(self, choice: EngineChoice) -> None:
-        """Take the sampled tokens of a chunk."""
+        """Append the text of a chunk's sampled tokens to the tail that is searched."""
         if not self._sequences or choice.logprobs is None:
             return
         for entry in (choice.logprobs.content or ())[-_TAIL_BYTES:]:
@@ -42,7 +43,7 @@ class StopFinder:
             self._tail = (self._tail + piece)[-_TAIL_BYTES:]
 
     def completed_sequence(self) -> str | None:
-        """Return the sequence that the last token completed, or None."""
+        """Return the stop sequence that ends with the last sampled token, or None."""
         for sequence in self._sequences:
             encoded = sequence.encode()
             if encoded in self._tail[-(len(encoded) + max(self._last_length - 1, 0)) :]:
@@ -58,7 +59,7 @@ def build_message(
     stop_sequence: str | None,
     usage: Json,
 ) -> Json:
-    """Build the body of an answer of the Messages API that is not streamed."""
+    """Return a message as the Messages API represents it, for a plain response or for the first event of a stream."""
     return {
         "id": message_id,
         "type": "message",
@@ -73,7 +74,8 @@ def build_message(
 
 
 def usage_of(usage: EngineUsage | None, prompt_tokens: int) -> Json:
-    """Return the `usage` block. `input_tokens` counts the tokens that were not read from the cache.
+    """Return the `usage` block of a message. `input_tokens` counts only the tokens that were not read from the prefix
+    cache.
 
     Args:
         usage: The engine's count, or None before the end of the answer.
@@ -90,8 +92,8 @@ def usage_of(usage: EngineUsage | None, prompt_tokens: int) -> Json:
 
 
 def tool_input(arguments: str) -> Json:
-    """Return the arguments of a call as an object. Arguments that are no JSON object come under `arguments`, and so do
-    numbers beyond float64, such as 1e999, which the answer could not hold."""
+    """Return the JSON object in the arguments of a tool call. Arguments that are not a JSON object, or contain numbers
+    beyond float64 such as 1e999, are returned as a text under the key `arguments`."""
     if not arguments.strip():
         return {}
     try:
@@ -104,14 +106,14 @@ def tool_input(arguments: str) -> Json:
 
 @dataclass(slots=True)
 class _OpenBlock(OpenPart):
-    """The content block that is being written."""
+    """Content block whose deltas are still arriving."""
 
     index: int
     call_id: str = ""
     name: str = ""
 
     def content(self) -> Json:
-        """Return the block with everything that it holds so far."""
+        """Return the block with the text or arguments that have arrived so far."""
         match self.kind:
             case "thinking":
                 return {"type": "thinking", "thinking": self.text, "signature": SIGNATURE}
@@ -121,7 +123,7 @@ class _OpenBlock(OpenPart):
         return {"type": "text", "text": self.text}
 
     def empty(self) -> Json:
-        """Return the block as it begins."""
+        """Return the block without content, as the event that opens it reports it."""
         match self.kind:
             case "thinking":
                 return {"type": "thinking", "thinking": "", "signature": ""}
@@ -131,7 +133,7 @@ class _OpenBlock(OpenPart):
 
 
 class MessageWriter(PartWriter[_OpenBlock]):
-    """Turns the chunks of an engine into the events of one answer.
+    """Converter of an engine's chunks to the events of one message.
 
     Args:
         message_id: The id of the response, which feedback names.
@@ -170,7 +172,7 @@ class MessageWriter(PartWriter[_OpenBlock]):
         return events
 
     def end(self) -> list[Json]:
-        """Return the events that end the answer."""
+        """Return the events that end the stream: the stop reason, the usage and `message_stop`."""
         events = self._close()
         reason, sequence = self._stop_reason()
         usage = usage_of(self._usage, self._prompt_tokens)
@@ -178,7 +180,7 @@ class MessageWriter(PartWriter[_OpenBlock]):
         return [*events, {"type": "message_delta", "delta": delta, "usage": usage}, {"type": "message_stop"}]
 
     def message(self) -> Json:
-        """Return the whole message, once the answer has ended."""
+        """Return the complete message. Call it after `end`."""
         return self._message(self._content, *self._stop_reason())
 
     def _message(self, content: list[Json], reason: str | None, sequence: str | None) -> Json:
@@ -186,7 +188,7 @@ class MessageWriter(PartWriter[_OpenBlock]):
         return build_message(self._id, self._version or "", content, reason, sequence, usage)
 
     def _stop_reason(self) -> tuple[str, str | None]:
-        """Return why the answer ended, as `stop_reason` and `stop_sequence` of the Messages API."""
+        """Return `stop_reason` and `stop_sequence` of the finished message."""
         if self._finish == "length":
             sampled = self._usage.completion_tokens if self._usage else self._max_tokens
             return ("max_tokens" if sampled >= self._max_tokens else "model_context_window_exceeded"), None
@@ -201,8 +203,8 @@ class MessageWriter(PartWriter[_OpenBlock]):
         return self._delta(f"{self._open.kind}_delta", self._open.kind, text)
 
     def _add_call(self, index: int, call: EngineToolCall) -> list[Json]:
-        """Add to a call. Its arguments are sent when they are complete: a client reads them as JSON, and a model
-        does not always write JSON."""
+        """Append a delta to a tool call. The arguments are sent once they are complete, because clients parse them as
+        JSON and models do not always write valid JSON."""
         events: list[Json] = []
         if self._open is None or self._open.kind != "tool_use" or self._open.call_index != index:
             events = self._begin("tool_use", call, index)
@@ -238,12 +240,13 @@ class MessageWriter(PartWriter[_OpenBlock]):
 
 
 def _json_text(arguments: str, content: Json) -> str:
-    """Return the arguments as the model wrote them if a client can read them, else as the object that replaces them."""
+    """Return the arguments as the model wrote them if they are a JSON object, else the JSON object that replaces
+    them."""
     return to_json(content).decode() if content == {"arguments": arguments} else arguments
 
 
 class Messages:
-    """The answers to one request of `POST /v1/messages`."""
+    """Answers to one request in the format of `POST /v1/messages`."""
 
     def __init__(self, request: MessagesRequest) -> None:
         self._request = request
@@ -278,7 +281,7 @@ class _Events:
     def end(self) -> bytes:
         return client_connection.encode_typed(self._writer.end())
 
-    def broken(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         return client_connection.encode_event(error.anthropic_body(self.headers[REQUEST_ID_HEADER]), "error")
 
 

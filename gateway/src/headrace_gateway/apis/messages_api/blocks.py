@@ -1,4 +1,4 @@
-"""The conversation of a Messages request: content blocks, and their translation into chat messages.
+"""Content blocks of a Messages request, and their translation to chat messages.
 
 The rules of the translation:
 
@@ -30,37 +30,38 @@ _BILLING_HEADER = "x-anthropic-billing-header:"
 """The first line of Claude Code's system prompt. The line is meant for Anthropic's servers and changes with each
 call, so that no prefix of the prompt could be reused."""
 _ERROR_SEARCHED = 40
-"""Characters at the beginning of a failed result in which an error is looked for."""
+"""Number of characters at the beginning of a failed tool's result that are searched for the word `error`."""
 
 
 class _Block(Model):
-    """A content block. Clients add fields such as `cache_control` and `citations`, which have no effect here."""
+    """Content block. Fields without an effect, such as `cache_control` and `citations`, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 class TextBlock(_Block):
-    """A block of text."""
+    """Content block of type `text`."""
 
     type: Literal["text"]
     text: LongText
 
 
 class ThinkingBlock(_Block):
-    """The reasoning of an earlier answer. The signature is not checked."""
+    """Content block with the reasoning of an earlier answer. Its signature is not checked."""
 
     type: Literal["thinking"]
     thinking: LongText
 
 
 class RedactedThinkingBlock(_Block):
-    """Reasoning that another server encrypted, unreadable here."""
+    """Content block with reasoning that another server encrypted. The gateway cannot read it and leaves it out of the
+    prompt."""
 
     type: Literal["redacted_thinking"]
 
 
 class ToolUseBlock(_Block):
-    """A tool call of an earlier answer."""
+    """Content block with a tool call of an earlier answer."""
 
     type: Literal["tool_use"]
     id: Text
@@ -119,7 +120,7 @@ ResultContent = Annotated[tuple[Annotated[TextBlock, BeforeValidator(_result_blo
 
 
 class ToolResultBlock(_Block):
-    """The result of a tool call."""
+    """Content block with the result of a tool call."""
 
     type: Literal["tool_result"]
     tool_use_id: Text
@@ -128,7 +129,8 @@ class ToolResultBlock(_Block):
 
     @property
     def text(self) -> str:
-        """The result as one text, marked if the tool failed."""
+        """Text of the result. If the tool failed, it begins with `Error: ` unless its beginning contains the word
+        `error`."""
         text = "\n".join(block.text for block in self.content or ())
         if self.is_error and "error" not in text[:_ERROR_SEARCHED].lower():
             return f"Error: {text}"
@@ -157,7 +159,7 @@ SystemContent = Annotated[tuple[Annotated[TextBlock, BeforeValidator(_result_blo
 
 
 class MessageParam(Model):
-    """One message of the conversation."""
+    """One message of a Messages request."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -166,7 +168,7 @@ class MessageParam(Model):
 
 
 def chat_messages(system: Sequence[TextBlock], messages: Iterable[MessageParam], context: RequestContext) -> list[Json]:
-    """Return the conversation as messages of `POST /v1/chat/completions`."""
+    """Convert the system prompt and the messages of a Messages request to messages of a chat request."""
     conversation = _Conversation(context)
     conversation.add_system(block.text for block in system)
     for number, message in enumerate(messages):
@@ -185,11 +187,12 @@ class _Conversation:
     def __init__(self, context: RequestContext) -> None:
         self._messages: list[Json] = []
         self._texts: list[dict[str, list[str]]] = []
-        """By message and field, the pieces of its text. They are joined once, as there may be thousands of them."""
+        """For each message, the pieces of text of each of its fields. They are joined once, because there may be
+        thousands."""
         self._context = context
 
     def messages(self) -> list[Json]:
-        """Return the messages that were added."""
+        """Return the chat messages in the order in which they were added."""
         return [
             {**message, **{field: "".join(pieces) for field, pieces in texts.items()}}
             for message, texts in zip(self._messages, self._texts, strict=True)

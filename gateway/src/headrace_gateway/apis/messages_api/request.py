@@ -31,14 +31,15 @@ _CHAT_NAMES = {
     "response_format": "output_config.format",
     "n": "model",
 }
-"""Names of this API for fields of a chat request."""
+"""Names that this API has for the fields of a chat request, for error messages."""
 _THINKING = "thinking"
 _CLAUDE_CODE_USER = re.compile(r"user_([0-9a-f]{16,64})_account_([0-9a-f-]*)_session_([0-9a-f-]{36})")
 _TOOL_FIELDS = ("strict", "cache_control")
 
 
 class ToolParam(Model):
-    """A tool on offer. Only those with a schema of their own (`custom`) can be offered to a model."""
+    """A tool of the request. Only tools that the request describes with a schema (`custom`) are offered to the
+    model."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -50,7 +51,7 @@ class ToolParam(Model):
 
     @property
     def is_custom(self) -> bool:
-        """Whether the request itself describes the tool, in contrast to tools that the API provides."""
+        """Whether the request describes the tool itself. Other types name tools that Anthropic's servers define."""
         return self.type in (None, "custom")
 
 
@@ -74,7 +75,7 @@ class OutputFormat(Model):
 
 
 class OutputConfig(Model):
-    """The field `output_config`. Its `effort` can only switch thinking off."""
+    """Request field `output_config`. Of its levels of `effort`, only those without thinking have an effect."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -82,7 +83,7 @@ class OutputConfig(Model):
 
 
 class CountRequest(Model):
-    """A request of `POST /v1/messages/count_tokens`."""
+    """Body of `POST /v1/messages/count_tokens`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -94,11 +95,11 @@ class CountRequest(Model):
     output_config: OutputConfig | None = None
     metadata: JsonObject | None = None
     chat_template_kwargs: JsonObject | None = None
-    """vLLM's extension, as in chat."""
+    """Variables for the chat template, an extension that vLLM also accepts in chat requests."""
 
 
 class MessagesRequest(CountRequest):
-    """A request of `POST /v1/messages`."""
+    """Body of `POST /v1/messages`."""
 
     max_tokens: int = Field(ge=1)
     stream: bool | None = None
@@ -109,7 +110,7 @@ class MessagesRequest(CountRequest):
 
 
 def parse_messages(body: bytes, context: RequestContext) -> tuple[MessagesRequest, ChatRequest]:
-    """Return a body of `POST /v1/messages` as it is and as a chat request.
+    """Parse a body of `POST /v1/messages`, and translate it to a chat request. Return both.
 
     Raises:
         ApiError: 400 that names the field at fault, 413 for more JSON values than the rules allow.
@@ -128,7 +129,7 @@ def parse_messages(body: bytes, context: RequestContext) -> tuple[MessagesReques
 
 
 def parse_count(body: bytes, context: RequestContext) -> ChatRequest:
-    """Return the chat request of a body of `POST /v1/messages/count_tokens`; its prompt is to be counted. Raises
+    """Parse a body of `POST /v1/messages/count_tokens` to the chat request whose prompt tokens are counted. Raises
     `ApiError`."""
     check_values(body, context.rules.json_values_max, "send a smaller request")
     request = parse(CountRequest, body, context=context)
@@ -169,11 +170,11 @@ def _chat_request(request: CountRequest, sampling: Json, context: RequestContext
     try:
         return parse_chat(document, context.for_translation())
     except ApiError as error:
-        raise error.renamed(_CHAT_NAMES) from None
+        raise error.with_client_names(_CHAT_NAMES) from None
 
 
 def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:
-    """Check a field that the request model lacks. Refuse misspelt fields, and record others as ignored.
+    """Check a request field that the API does not declare: refuse it if it looks misspelt, else record it as ignored.
 
     Fields of unknown betas are accepted, because most of them are optional.
     """
@@ -189,7 +190,8 @@ def _check_extra(name: str, value: JsonValue, context: RequestContext) -> None:
 
 
 def _tools(tools: tuple[ToolParam, ...], context: RequestContext) -> list[Json]:
-    """Return the tools that the request describes. Tools that Anthropic's servers define are left out and reported."""
+    """Return the request's own tools as functions of a chat request. Tools that Anthropic's servers define are recorded
+    as ignored."""
     functions: list[Json] = []
     for number, tool in enumerate(tools):
         if not tool.is_custom:
@@ -228,9 +230,8 @@ def _response_format(config: OutputConfig | None) -> Json | None:
 
 
 def _metadata(metadata: JsonObject | None) -> Json | None:
-    """Return the labels of the call from the request's `metadata`. Claude Code's `user_id` is split into user and
-    session; it is JSON, in earlier releases one word.
-    """
+    """Return the labels of the call (user and session) from the request's `metadata`. Claude Code's `user_id` contains
+    both, as JSON or, in earlier releases, as one word."""
     labels: Json = dict(metadata or {})
     user = labels.get("user_id")
     if not isinstance(user, str):
@@ -240,7 +241,7 @@ def _metadata(metadata: JsonObject | None) -> Json | None:
         labels |= {"user_id": word[2] or word[1], CLIENT_SESSION: word[3]}
     elif user.startswith("{"):
         try:
-            parts = from_json(user)  # refuses lone surrogates, which no label can hold
+            parts = from_json(user)  # raises for lone surrogates, which a label must not contain
         except ValueError:
             return labels
         session = parts.get("session_id")

@@ -1,6 +1,7 @@
-"""Answers of this API: their shape, a response as a stream of events, and the reader of its requests.
+"""Answers in the format of OpenAI's Responses API, as JSON and as a stream of events, and the reader of its requests.
 
-One item is open at a time: `added`, its deltas, `done`. A whole answer is written by the same code, from one chunk.
+The items of an answer are written one after the other: the event `added`, its deltas, `done`. A plain answer is written
+by the same code as a single chunk.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ _PREFIXES = {
     "fc": "response.function_call_arguments",
     "ctc": "response.custom_tool_call_input",
 }
-"""The events of each kind of item. The kinds are the prefixes of item ids."""
+"""Prefix of the event names of each kind of item. The kinds are the prefixes of item ids."""
 _CALLS = ("fc", "ctc")
 
 
 @dataclass(slots=True)
 class _OpenItem(OpenPart):
-    """The item that is being written."""
+    """Item of the response whose deltas are still arriving."""
 
     item_id: str
     position: int
@@ -55,7 +56,7 @@ class _OpenItem(OpenPart):
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
     def item(self, status: str, *, begun: bool = True, shows_logprobs: bool = False) -> Json:
-        """Return the item with everything that it holds so far."""
+        """Return the item with the text or arguments that have arrived so far."""
         text = self.text if begun else None
         match self.kind:
             case "msg":
@@ -93,7 +94,11 @@ class ResponseWriter(PartWriter[_OpenItem]):
     def add(
         self, version: str, choices: list[EngineChoice], usage: EngineUsage | None, *, streamed: bool
     ) -> list[Json]:
-        """Return the events of a chunk. `streamed`: the choices have deltas, else messages."""
+        """Convert a chunk to events.
+
+        Args:
+            streamed: whether the chunk's choices have deltas instead of whole messages.
+        """
         self._version = self._version or version
         self._usage = usage or self._usage
         events: list[Json] = []
@@ -110,7 +115,7 @@ class ResponseWriter(PartWriter[_OpenItem]):
         return self._numbered(events)
 
     def end(self) -> list[Json]:
-        """Return the last events; the very last one holds the response."""
+        """Return the events that end the stream. The last one contains the complete response."""
         events = [] if self._open or self._items else self._begin("msg")
         status = output.status_of(self._finish)
         events += self._close(status)
@@ -118,7 +123,7 @@ class ResponseWriter(PartWriter[_OpenItem]):
         return self._numbered([*events, {"type": f"response.{status}", "response": response}])
 
     def error(self, error: ApiError) -> list[Json]:
-        """Return the event of a stream that breaks."""
+        """Return the event that reports `error` to a client whose stream has already begun."""
         return self._numbered([{"type": "error", "code": error.code, "message": str(error), "param": error.param}])
 
     def _text_event(self, text: str) -> Json:
@@ -131,9 +136,8 @@ class ResponseWriter(PartWriter[_OpenItem]):
         return delta
 
     def _add_call(self, index: int, call: EngineToolCall) -> list[Json]:
-        """Return the events for a new part of a tool call's arguments. The text of a custom tool is sent when its
-        arguments are complete.
-        """
+        """Append a delta to the arguments of a tool call, and return the events. The input of a custom tool is sent
+        once its arguments are complete."""
         events: list[Json] = []
         if self._open is None or self._open.kind not in _CALLS or self._open.call_index != index:
             tool = self._frame.tool(call.function.name)
@@ -203,12 +207,12 @@ _ITEMS: TypeAdapter[tuple[Item, ...]] = TypeAdapter(tuple[Item, ...])
 
 
 def is_stored(request: ResponsesRequest) -> bool:
-    """Return whether later requests may refer to the items of a request and of its answer."""
+    """Return whether the request and its answer are stored, so that later requests may refer to their items."""
     return request.store is not False or request.conversation is not None
 
 
 class Responses:
-    """Format of the answers of `POST /v1/responses`, for one request.
+    """Answers to one request in the format of `POST /v1/responses`.
 
     Args:
         parsed: The request.
@@ -268,7 +272,8 @@ class Responses:
 
 
 class _Events:
-    """One streamed answer. The stream ends with the event of the whole response, without `[DONE]`."""
+    """Encoder of one streamed answer as server-sent events. The last event contains the complete response; no `[DONE]`
+    follows."""
 
     def __init__(self, shape: Responses, writer: ResponseWriter, headers: Mapping[str, str]) -> None:
         self._shape = shape
@@ -285,7 +290,7 @@ class _Events:
         self._shape.store(response, to_json(response))
         return client_connection.encode_typed(events)
 
-    def broken(self, error: ApiError) -> bytes:
+    def error_event(self, error: ApiError) -> bytes:
         return client_connection.encode_typed(self._writer.error(error))
 
 

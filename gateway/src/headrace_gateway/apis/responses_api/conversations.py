@@ -1,6 +1,5 @@
-"""`/v1/conversations` and `/v1/responses/{id}`: conversations that responses continue, and responses that are stored
-for references.
-"""
+"""Endpoints of `/v1/conversations` and `/v1/responses/{id}`: conversations that later requests continue, and stored
+responses that they refer to."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from headrace_gateway.apis.responses_api.items import (
     size_of,
 )
 from headrace_gateway.apis.responses_api.output import Json
-from headrace_gateway.apis.responses_api.request import resolved
+from headrace_gateway.apis.responses_api.request import resolve_item
 from headrace_gateway.requests.http_request import check_values, headers_of, parse
 from headrace_gateway.requests.request_context import RequestContext
 from headrace_gateway.requests.response_store import CallerResponses, ResponseStore, StoredConversation, named_items
@@ -49,20 +48,20 @@ _Items = Annotated[tuple[Item, ...], BeforeValidator(_items), Field(max_length=_
 
 
 class _NewConversation(Model):
-    """The body of `POST /v1/conversations`."""
+    """Body of `POST /v1/conversations`."""
 
     items: _Items | None = None
     metadata: JsonObject | None = None
 
 
 class _Update(Model):
-    """The body of `POST /v1/conversations/{id}`."""
+    """Body of `POST /v1/conversations/{id}`."""
 
     metadata: JsonObject | None
 
 
 class _NewItems(Model):
-    """The body of `POST /v1/conversations/{id}/items`."""
+    """Body of `POST /v1/conversations/{id}/items`."""
 
     items: _Items
 
@@ -72,7 +71,8 @@ M = TypeVar("M", _NewConversation, _Update, _NewItems)
 
 @dataclass(frozen=True, slots=True)
 class _Added:
-    """Items to be added to a conversation, and the size in bytes that the conversation may have for this caller."""
+    """Items to append to a conversation, their size in bytes, and the caller's maximum size of a conversation in
+    bytes."""
 
     items: list[NamedItem]
     size_bytes: int
@@ -92,7 +92,7 @@ class _Added:
 
 @dataclass(frozen=True, slots=True)
 class Conversations:
-    """The endpoints of conversations, which need the scope `chat`."""
+    """Endpoints of `/v1/conversations`. They need the scope `chat`."""
 
     admission: Admission
     store: ResponseStore
@@ -100,7 +100,7 @@ class Conversations:
     workers: WorkerThreads
 
     async def create(self, request: Request) -> Response:
-        """Create a conversation, with items if the body has some. Raises `ApiError`."""
+        """Create a conversation, with the items in the body if there are any, and return it. Raises `ApiError`."""
         async with self.admission.enter(request.scope, request.receive, "chat") as admitted:
             view = self.store.view(admitted.caller)
             body, added = await self._read(_NewConversation, admitted, view)
@@ -109,11 +109,11 @@ class Conversations:
         return JSONResponse(_json(conversation))
 
     async def get(self, request: Request) -> Response:
-        """Return a conversation without its items. Raises `ApiError` 404."""
+        """Return the id, the time of creation and the metadata of a conversation. Raises `ApiError` 404."""
         return JSONResponse(_json(self._conversation(request)))
 
     async def update(self, request: Request) -> Response:
-        """Replace the metadata of a conversation. Raises `ApiError`."""
+        """Replace the metadata of a conversation, and return the conversation. Raises `ApiError`."""
         async with self.admission.enter(request.scope, request.receive, "chat") as admitted:
             view = self.store.view(admitted.caller)
             body, _ = await self._read(_Update, admitted, view)
@@ -124,7 +124,7 @@ class Conversations:
         return JSONResponse(_json(conversation))
 
     async def delete(self, request: Request) -> Response:
-        """Drop a conversation. Its responses and the captured turns stay. Raises `ApiError` 404."""
+        """Delete a conversation from the store. Its responses and the captured turns stay. Raises `ApiError` 404."""
         self._view(request).delete_conversation(_id_of(request))
         return JSONResponse({"id": _id_of(request), "object": "conversation.deleted", "deleted": True})
 
@@ -170,7 +170,7 @@ class Conversations:
         return self._view(request).conversation(_id_of(request))
 
     async def _read(self, model: type[M], admitted: AdmittedRequest, view: CallerResponses) -> tuple[M, _Added]:
-        """Return the body and the items that it adds. Many bytes are read in a worker thread."""
+        """Parse the body, in a worker thread if it is large, and return it with the items that it appends."""
         bytes_max = self.admission.limits.body_bytes_max(admitted.caller)
 
         def read() -> tuple[M, _Added]:
@@ -179,7 +179,7 @@ class Conversations:
             context = RequestContext(self.rules, bytes_max, view)
             parsed = parse(model, body, context=context)
             items: tuple[Item, ...] = getattr(parsed, "items", None) or ()
-            added = [resolved(item, f"items.{number}", context) for number, item in enumerate(items)]
+            added = [resolve_item(item, f"items.{number}", context) for number, item in enumerate(items)]
             return parsed, _Added(named_items(added), size_of(added), bytes_max)
 
         size_bytes = len(admitted.body) + view.bytes_referred_by(admitted.body, bytes_max)
@@ -245,13 +245,13 @@ def _json(conversation: StoredConversation) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class StoredResponses:
-    """The endpoints of stored responses, which need the scope `chat`."""
+    """Endpoints of `/v1/responses/{id}`. They need the scope `chat`."""
 
     admission: Admission
     store: ResponseStore
 
     async def get(self, request: Request) -> Response:
-        """Return a stored response. Raises `ApiError` 404."""
+        """Return the JSON of a stored response. Raises `ApiError` 404."""
         response_id = request.path_params["response_id"]
         stored = self._view(request).get(response_id)
         if stored is None:
@@ -259,7 +259,7 @@ class StoredResponses:
         return Response(stored.body, media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
-        """Drop a stored response. The captured turn stays. Raises `ApiError` 404."""
+        """Delete a response from the store. The captured turn stays. Raises `ApiError` 404."""
         response_id = request.path_params["response_id"]
         if not self._view(request).delete(response_id):
             raise _not_found(response_id)
@@ -270,5 +270,5 @@ class StoredResponses:
 
 
 def _not_found(response_id: str) -> ApiError:
-    message = f"response '{printable(response_id)}' is not stored here"
+    message = f"response '{printable(response_id)}' is not stored by this gateway; it may have expired"
     return ApiError(404, "response_not_found", message, "response_id")

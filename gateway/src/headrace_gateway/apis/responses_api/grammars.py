@@ -1,7 +1,8 @@
-"""Grammars of custom tools as patterns, which the JSON Schema of a function's argument can hold.
+"""Conversion of the grammars of custom tools to regular expressions, which the JSON Schema of a function's argument can
+contain.
 
-A Lark grammar whose rules do not contain themselves describes a regular language, and is written as one pattern. The
-replica's grammar library applies the pattern to the text inside of the JSON string.
+A Lark grammar whose rules do not contain themselves describes a regular language, so it can be written as one regular
+expression (pattern). The replica's grammar library applies the pattern to the text inside of the JSON string.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pydantic import JsonValue
 from pydantic_core import from_json
 
 _PATTERN_LENGTH_MAX = 1024
-"""Longest pattern that replicas hold an answer to."""
+"""Length in characters of the longest pattern that replicas enforce."""
 _GRAMMAR_LENGTH_MAX = 16_384
 _DEPTH_MAX = 64
 _TOKEN = re.compile(
@@ -47,11 +48,12 @@ _ESCAPES = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\f": r"\f", "\v": r"\v"}
 
 
 class NotRegularError(ValueError):
-    """The grammar cannot be written as a pattern."""
+    """Raised if a grammar cannot be converted to a regular expression."""
 
 
 def pattern_of(text_format: Mapping[str, JsonValue] | None) -> str | None:
-    """Return the pattern that a custom tool's `format` requires of its text, or None without a grammar.
+    """Return the pattern that the `format` of a custom tool requires of its input, or None if the format has no
+    grammar.
 
     Raises:
         NotRegularError: The grammar is recursive, too long, not in the supported part of Lark, or damaged.
@@ -77,7 +79,7 @@ def _tokens(definition: str) -> list[str]:
     while position < len(definition):
         match = _TOKEN.match(definition, position)
         if match is None:
-            raise NotRegularError(f"character {position}: not understood")
+            raise NotRegularError(f"character {position}: is not part of a Lark grammar")
         if match["token"] is not None:
             tokens.append(match["token"])
         position = match.end()
@@ -91,10 +93,10 @@ class _Reader:
     tokens: list[str]
     at: int = 0
     rules: dict[str, int] = field(default_factory=dict)
-    """The position of the expansion of each rule and terminal."""
+    """The index of the token at which the expansion of each rule and terminal begins."""
     imported: dict[str, str] = field(default_factory=dict)
     written: dict[str, str] = field(default_factory=dict)
-    """The patterns of the rules that were expanded."""
+    """The patterns of the rules that were already expanded."""
     open_rules: list[str] = field(default_factory=list)
 
     def pattern(self) -> str:
@@ -118,10 +120,10 @@ class _Reader:
         return token
 
     def directive(self) -> None:
-        """Read `%import common.NAME`, with an alias or as a list. Other directives have no pattern."""
+        """Parse `%import common.NAME`, with an alias or as a list. Raises `NotRegularError` for other directives."""
         self.take("%")
         if (self.take(), self.take()) != ("import", "common"):
-            raise NotRegularError("only terminals of common can be imported, and nothing ignored or declared")
+            raise NotRegularError("only terminals of common can be imported; other directives are not supported")
         if self.peek() == ".":
             self.take(".")
             name = alias = self.take()
@@ -139,7 +141,7 @@ class _Reader:
         self.take(")")
 
     def declaration(self) -> None:
-        """Read the head of a rule, and skip its expansion."""
+        """Parse the head of a rule, record where its expansion begins, and skip the expansion."""
         name = self.take().lstrip("?!")
         if self.peek() == ".":
             self.take(".")
@@ -150,7 +152,7 @@ class _Reader:
             self.take()
 
     def is_head(self) -> bool:
-        """Return whether a rule begins here: a name with a colon, or with a priority and a colon."""
+        """Return whether a rule begins at the current token: a name with a colon, or with a priority and a colon."""
         has_priority = self.peek(1) == "." and self.peek(3) == ":"
         return bool(_NAME.fullmatch(self.peek())) and (self.peek(1) == ":" or has_priority)
 
@@ -232,7 +234,7 @@ class _Reader:
 
 def _common(name: str) -> str:
     if name not in _COMMON:
-        raise NotRegularError(f"common.{name}: not known here")
+        raise NotRegularError(f"common.{name}: is not a supported terminal of Lark's module common")
     return _COMMON[name]
 
 

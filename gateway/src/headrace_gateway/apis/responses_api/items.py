@@ -1,4 +1,4 @@
-"""`input`: from the items of a conversation to chat messages.
+"""Items of a conversation in the request field `input`, and their conversion to chat messages.
 
 One turn of the model is several items (its reasoning, its text and each call) and one message of a chat.
 """
@@ -19,19 +19,20 @@ from headrace_gateway.requests.request_context import context_of
 from headrace_schemas.values.base import LongText, Model, Text
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "refusal")
-"""Types of parts that are text. A tuple: the `type` that a caller sends need not be hashable."""
+"""Types of content parts that are text. This is a tuple because the `type` that a caller sends may be unhashable."""
 _SERVER_ITEMS = (
     "web_search_call", "file_search_call", "code_interpreter_call", "image_generation_call", "computer_call",
     "computer_call_output", "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response",
     "tool_search_call", "tool_search_output",
 )  # fmt: skip
-"""Items of tools that OpenAI's servers run, which are left out of the prompt as these tools are."""
+"""Items of tools that OpenAI's servers run. They are left out of the prompt, because these tools are not offered."""
 _REASONING_MARK = b"headrace\x01"
-"""The beginning of the reasoning that this gateway encodes into `encrypted_content`."""
+"""First bytes of the reasoning that this gateway encodes into `encrypted_content`, by which it recognizes its own."""
 
 
 def _content(value: Any, info: ValidationInfo) -> Any:
-    """Return the texts of a content. Other parts are refused, or replaced by a text where the settings allow it."""
+    """Return the texts of a message's content. Parts of other types are refused, or replaced by a text where the
+    settings allow it."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list):
@@ -53,7 +54,7 @@ Content = Annotated[tuple[LongText, ...], BeforeValidator(_content)]
 
 
 class _Item(Model):
-    """An item. Ids, states and other fields that a server added have no effect."""
+    """Item of a conversation. Ids, states and other fields that a server added are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -67,7 +68,7 @@ class MessageItem(_Item):
 
 
 class CallItem(_Item):
-    """A call of a function that the model made."""
+    """Call of a function by the model."""
 
     type: Literal["function_call"]
     call_id: Text
@@ -77,7 +78,7 @@ class CallItem(_Item):
 
 
 class CustomCallItem(_Item):
-    """A call of a custom tool that the model made."""
+    """Call of a custom tool by the model."""
 
     type: Literal["custom_tool_call"]
     call_id: Text
@@ -87,7 +88,7 @@ class CustomCallItem(_Item):
 
 
 class CallOutputItem(_Item):
-    """The result of a call."""
+    """Result of the call of a function or custom tool."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: Text
@@ -95,13 +96,13 @@ class CallOutputItem(_Item):
 
 
 class ReasoningText(_Item):
-    """A part of `ReasoningItem`."""
+    """Text of one part of a `ReasoningItem`."""
 
     text: LongText
 
 
 class ReasoningItem(_Item):
-    """The model's reasoning. `encrypted_content` is read if this gateway encoded it."""
+    """Reasoning of the model. `encrypted_content` is decoded if this gateway encoded it."""
 
     type: Literal["reasoning"]
     content: tuple[ReasoningText, ...] | None = None
@@ -109,27 +110,28 @@ class ReasoningItem(_Item):
 
     @property
     def text(self) -> str:
-        """The reasoning as one text; empty if another server encrypted it."""
+        """Whole text of the reasoning; empty if another server encrypted it."""
         text = "".join(part.text for part in self.content or ())
         return text or decode_reasoning(self.encrypted_content or "")
 
 
 class ReferenceItem(_Item):
-    """A reference to an item of an earlier response."""
+    """Reference by id to an item of a stored response."""
 
     type: Literal["item_reference"]
     id: Text
 
 
 class ToolsItem(_Item):
-    """Tools that are offered from here on, as Codex CLI sends them."""
+    """Tools that the model may use from this point of the conversation on, an item type of Codex CLI."""
 
     type: Literal["additional_tools"]
     tools: tuple[RequestTool, ...]
 
 
 def _kind(value: Any, info: ValidationInfo) -> Any:
-    """Return the item with its type; a plain message and a reference need none."""
+    """Add the type to an item that clients may send without one (a message or a reference), and mark items of server
+    tools as left out."""
     if not isinstance(value, dict):
         raise ValueError("must be an item: an object with a type")
     untyped = "message" if "role" in value or "id" not in value else "item_reference"
@@ -149,7 +151,7 @@ _KINDS = (
 
 
 class LeftOutItem(_Item):
-    """An item that is no part of the prompt."""
+    """Item that is left out of the prompt, because a server's tool created it."""
 
     type: Literal["server"]
 
@@ -172,7 +174,7 @@ Json = dict[str, JsonValue]
 
 
 def messages_of(items: Iterable[Item]) -> list[Json]:
-    """Return the conversation as messages of `POST /v1/chat/completions`. References must be resolved before."""
+    """Convert the items of a conversation, without references, to messages of `POST /v1/chat/completions`."""
     messages: list[Json] = []
     answer: Json | None = None
     for item in items:
@@ -201,7 +203,8 @@ def messages_of(items: Iterable[Item]) -> list[Json]:
 
 
 def begins_with_answer(items: Iterable[Item]) -> bool:
-    """Return whether the first message of items is an answer of the model, which may join the message before them."""
+    """Return whether the first message of `items` is an answer of the model, which may be joined with the message
+    before it."""
     first = next((item for item in items if not isinstance(item, ToolsItem | LeftOutItem)), None)
     is_message = isinstance(first, MessageItem) and first.role == "assistant"
     return is_message or isinstance(first, ReasoningItem | CallItem | CustomCallItem)
@@ -230,17 +233,18 @@ def _text(parts: Sequence[str]) -> JsonValue:
 
 
 def size_of(items: Iterable[Item]) -> int:
-    """Return the bytes of items as JSON."""
+    """Return the number of bytes of `items` as JSON."""
     return sum(len(to_json(item)) for item in items)
 
 
 def encode_reasoning(text: str) -> str:
-    """Return reasoning in the form of `encrypted_content`, which is opaque to clients and not secret."""
+    """Encode reasoning for the field `encrypted_content`: base64, which is neither secret nor meant to be read by
+    clients."""
     return base64.b64encode(_REASONING_MARK + text.encode()).decode()
 
 
 def decode_reasoning(encoded: str) -> str:
-    """Return the reasoning that `encode_reasoning` encoded; an empty text for that of other servers."""
+    """Decode reasoning that `encode_reasoning` encoded. Return an empty text for the reasoning of other servers."""
     try:
         content = base64.b64decode(encoded, validate=True)
         return content.removeprefix(_REASONING_MARK).decode() if content.startswith(_REASONING_MARK) else ""

@@ -1,4 +1,4 @@
-"""A response as JSON: the settings of the request, and the items of the model's answer."""
+"""JSON of a response: the settings of its request, and the items of the model's answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _LENGTH = "length"
 
 
 class ResponseFrame:
-    """All parts of one response but its output. Ids follow from the call's, so that feedback finds its turn."""
+    """Builder of the JSON of one response. The ids of its items contain the id of the call, so that feedback about an
+    item finds the turn."""
 
     def __init__(self, parsed: ParsedResponses, call: ChatCall) -> None:
         self.id = call.response_id
@@ -33,17 +34,18 @@ class ResponseFrame:
         return self._request.encrypts_reasoning
 
     def item_id(self, kind: str, position: int) -> str:
-        """Return the id of the item at `position` of this response's output, which begins with `kind` (`msg`, say)."""
+        """Return the id of the item at `position` of this response's output. It begins with `kind`, for example
+        `msg`."""
         return item_id_of(kind, self.id, position)
 
     def tool(self, name: str | None) -> OfferedTool | None:
-        """Return the tool of the request that a call names, or None if there is no tool of that name."""
+        """Return the request's tool that a call of the model names, or None if there is no tool of that name."""
         return self._tools.find(name)
 
     def response(
         self, status: str, version: str, output: Sequence[Json], usage: EngineUsage | None, finish: str | None
     ) -> Json:
-        """Return the response with the items of `output`."""
+        """Return the JSON of the response with the items of `output`."""
         request = self._request
         is_cut = status == "incomplete" and finish == _LENGTH
         return {
@@ -85,24 +87,24 @@ class ResponseFrame:
 
 
 def status_of(finish: str | None) -> str:
-    """Return the status of a response for the `finish_reason` of its chat."""
+    """Return the status of a response (`completed` or `incomplete`) for the `finish_reason` of a chat completion."""
     return "incomplete" if finish == _LENGTH else "completed"
 
 
 def message(item_id: str, text: str | None, status: str, logprobs: Iterable[TokenLogprob] | None) -> Json:
-    """Return a message item. `text` is None as long as the message has not begun."""
+    """Return the JSON of a message item. `text` is None before the text has begun."""
     content = [] if text is None else [text_part(text, logprobs)]
     return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
 
 def text_part(text: str, logprobs: Iterable[TokenLogprob] | None = None) -> Json:
-    """Return the part of a message item."""
+    """Return the JSON of a content part with the text of a message."""
     part: Json = {"type": "output_text", "text": text, "annotations": []}
     return part if logprobs is None else part | {"logprobs": list(logprobs)}
 
 
 def reasoning(item_id: str, text: str | None, status: str, *, encrypts: bool) -> Json:
-    """Return a reasoning item. `text` is None as long as the reasoning has not begun."""
+    """Return the JSON of a reasoning item. `text` is None before the reasoning has begun."""
     content = [] if text is None else [reasoning_part(text)]
     item: Json = {"id": item_id, "type": "reasoning", "summary": [], "content": content, "status": status}
     if encrypts:
@@ -111,14 +113,14 @@ def reasoning(item_id: str, text: str | None, status: str, *, encrypts: bool) ->
 
 
 def reasoning_part(text: str) -> Json:
-    """Return the part of a reasoning item."""
+    """Return the JSON of a content part with the text of reasoning."""
     return {"type": "reasoning_text", "text": text}
 
 
 def function_call(
     item_id: str, call_id: str | None, name: str | None, tool: OfferedTool | None, arguments: str, status: str
 ) -> Json:
-    """Return the item of a call of a function. `tool` gives it its own name and namespace back."""
+    """Return the JSON of a function call item. `tool` restores the name and the namespace of the request."""
     item = {
         "id": item_id,
         "type": "function_call",
@@ -131,7 +133,7 @@ def function_call(
 
 
 def custom_tool_call(item_id: str, call_id: str | None, tool: OfferedTool, arguments: str, status: str) -> Json:
-    """Return the item of a call of a custom tool."""
+    """Return the JSON of a custom tool call item."""
     text = custom_input(arguments) if arguments else ""
     item = {
         "id": item_id,
@@ -145,7 +147,7 @@ def custom_tool_call(item_id: str, call_id: str | None, tool: OfferedTool, argum
 
 
 def usage_of(usage: EngineUsage) -> Json:
-    """Convert numbers of tokens to the object `usage` of the Responses API."""
+    """Convert the engine's numbers of tokens to the object `usage` of the Responses API."""
     cached = (usage.prompt_tokens_details or {}).get("cached_tokens") or 0
     reasoning_tokens = (usage.completion_tokens_details or {}).get("reasoning_tokens") or 0
     return {

@@ -1,10 +1,10 @@
-"""Responses and conversations of the newest turns on the bus, by which a restarted gateway remembers its sessions.
+"""Recovery of responses and conversations from the newest turns on the bus after a restart of the gateway.
 
-The next turns of these sessions are then small, restarted replicas also continue their exact tokens, and clients may
-refer to their responses.
+Turns of recovered sessions can again refer to earlier turns, restarted replicas continue the exact tokens of a
+conversation, and clients may refer to earlier responses.
 
-A turn has the messages, tools and sampling parameters of its request and the model's answer. Labels of the request
-(`metadata`), the format of its text and the own names of custom tools are not part of it.
+A turn contains the messages, tools and sampling parameters of its request and the model's answer. It lacks the
+request's labels (`metadata`), the format of its text and the original names of custom tools.
 """
 
 from __future__ import annotations
@@ -55,9 +55,10 @@ _OUTPUT: TypeAdapter[tuple[Item, ...]] = TypeAdapter(tuple[Item, ...])
 
 
 def recall_response(turn: Turn, store: ResponseStore) -> None:
-    """Store the response that a whole turn is the record of, and the conversation that it left.
+    """Store the response that a complete turn records, and the conversation as it was after that response.
 
-    Records with ids that no gateway creates, or with an answer that is no output, are left out.
+    A turn is skipped if its response id or conversation id was not created by a gateway, or if its answer is not valid
+    output.
     """
     record = turn.response
     if record is None or ids.key_of_response(turn.turn_id) is None or not _is_own(record.conversation):
@@ -121,7 +122,7 @@ def items_of(messages: Iterable[Message]) -> Iterator[Item]:
 
 
 def body_of(turn: Turn, record: ResponseRecord) -> Json:
-    """Return the response as far as the turn records it."""
+    """Rebuild the JSON of a response from its turn. Fields that turns do not record get their defaults."""
     choice, sampling = turn.choices[0], turn.sampling
     status = output.status_of(choice.finish_reason)
     usage = EngineUsage(
@@ -184,7 +185,7 @@ log = get_logger(__name__)
 _RECORDS_MAX = 2_048
 """Newest records of each partition that are read."""
 _BYTES_MAX = 134_217_728
-"""Bytes of records that are read in total. Later ones are left out, so that a start costs little."""
+"""Total bytes of records that are read, so that the start stays fast. Further records are skipped."""
 _HISTORY_TOKENS_MAX = 8_000_000
 _TRIES, _PAUSE_S, _POLL_MS = 20, 1.0, 500
 
@@ -192,9 +193,10 @@ _TRIES, _PAUSE_S, _POLL_MS = 20, 1.0, 500
 async def recall_turns(
     bus: BusSettings, blobs: BlobStore, captured: CapturedTurns, responses: ResponseStore, client_id: str
 ) -> None:
-    """Read the newest turns once. A bus that does not answer is tried again for a while; then the memory stays empty.
+    """Read the newest turns of the topic once into `captured` and `responses`. If the bus does not answer after several
+    attempts, both stay empty.
 
-    Turns that this process captures meanwhile are newer and keep their place.
+    Turns that this process captures meanwhile are newer, and are not replaced.
     """
     try:
         for _ in range(_TRIES if captured.remembers or responses.remembers else 0):

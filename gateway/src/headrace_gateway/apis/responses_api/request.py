@@ -40,7 +40,7 @@ NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "stream_options": ({"include_obfuscation": False}, {"include_obfuscation": True}),
     "image": (),
 }
-"""Fields that we cannot honour, with the values, besides empty ones, that have no effect."""
+"""Fields that the gateway cannot apply, with their values that have no effect. Empty values have no effect either."""
 _REASONS = {
     "background": "the answer comes with the response",
     "prompt": "no prompts are stored; send instructions",
@@ -51,7 +51,7 @@ _CHAT_NAMES = {
     "response_format": "text.format",
     "n": "model",
 }
-"""Names of this API for fields of a chat request."""
+"""Names that this API has for the fields of a chat request, for error messages."""
 LOGPROBS, ENCRYPTED_REASONING = "message.output_text.logprobs", "reasoning.encrypted_content"
 
 
@@ -62,7 +62,7 @@ def _input(value: Any) -> Any:
 
 
 def _conversation(value: Any) -> Any:
-    """Return the id of the conversation, which clients also send as an object."""
+    """Return the id of the conversation. Clients send it as a text or as an object with `id`."""
     return value.get("id", value) if isinstance(value, dict) else value
 
 
@@ -84,7 +84,7 @@ class TextSettings(Model):
 
 
 class NamedTool(Model):
-    """`tool_choice` that names the tool to call."""
+    """Form of the request field `tool_choice` that forces the model to call one tool."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -106,7 +106,7 @@ class AllowedTools(Model):
 
 
 class ResponsesRequest(Model):
-    """A request of the Responses API."""
+    """Body of `POST /v1/responses`."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -129,36 +129,37 @@ class ResponsesRequest(Model):
     include: tuple[Text, ...] | None = None
     metadata: JsonObject | None = None
     chat_template_kwargs: JsonObject | None = None
-    """vLLM's extension, as in chat."""
+    """Variables for the chat template, an extension that vLLM also accepts in chat requests."""
 
     @property
     def shows_logprobs(self) -> bool:
-        """Whether the response has logprobs."""
+        """Whether the client requested logprobs."""
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     @property
     def encrypts_reasoning(self) -> bool:
-        """Whether the response has its reasoning as `encrypted_content`, too."""
+        """Whether the client requested that reasoning items also have `encrypted_content`."""
         return ENCRYPTED_REASONING in (self.include or ())
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedResponses:
-    """A request of the Responses API, read."""
+    """A parsed request of the Responses API, with its translation to a chat request."""
 
     request: ResponsesRequest
     added: tuple[Item, ...]
-    """The items of the request, in the place of references the items that they name."""
+    """Items of the request's `input`, with references replaced by the stored items."""
     added_bytes: int
-    """Bytes of `added` as JSON."""
+    """Number of bytes of `added` as JSON."""
     added_messages: int
-    """Number of messages that only `added` is part of; 0 if one has earlier items, too."""
+    """Number of chat messages that consist of items of `added` alone; 0 if the first of them also contains earlier
+    items."""
     tools: ToolSet
     chat: ChatRequest
 
 
 def parse_responses(body: bytes, context: RequestContext) -> ParsedResponses:
-    """Return the request that a body of `POST /v1/responses` holds.
+    """Parse a body of `POST /v1/responses`, and translate it to a chat request.
 
     Raises:
         ApiError: 400 or 404 that names the field at fault, 413 for more JSON values than the rules allow.
@@ -168,7 +169,7 @@ def parse_responses(body: bytes, context: RequestContext) -> ParsedResponses:
 
 
 def parse_input_tokens(body: bytes, context: RequestContext) -> ChatRequest:
-    """Return the chat request of a body of `POST /v1/responses/input_tokens`; its prompt is to be counted. Raises
+    """Parse a body of `POST /v1/responses/input_tokens` to the chat request whose prompt tokens are counted. Raises
     `ApiError`."""
     request = _request(body, context)
     changes: dict[str, Any] = {"max_output_tokens": 1, "stream": None, "text": None}
@@ -194,7 +195,7 @@ def _request(body: bytes, context: RequestContext) -> ResponsesRequest:
 
 
 def _translated(request: ResponsesRequest, context: RequestContext) -> ParsedResponses:
-    added = tuple(resolved(item, f"input.{number}", context) for number, item in enumerate(request.input))
+    added = tuple(resolve_item(item, f"input.{number}", context) for number, item in enumerate(request.input))
     earlier = _earlier(request, context)
     items = (*earlier.items, *added)
     added_bytes = 0
@@ -212,16 +213,17 @@ def _translated(request: ResponsesRequest, context: RequestContext) -> ParsedRes
         document = to_json(_chat_body(request, items, tools))
         chat = parse_chat(document, context.for_translation())
     except ApiError as error:
-        raise error.renamed(_CHAT_NAMES) from None
+        raise error.with_client_names(_CHAT_NAMES) from None
     added_messages = 0 if begins_with_answer(added) else len(messages_of(added))
     return ParsedResponses(request, added, added_bytes, added_messages, tools, chat)
 
 
 def _earlier(request: ResponsesRequest, context: RequestContext) -> EarlierItems:
-    """Return the items that the request continues; none without a conversation or a previous response."""
+    """Return the stored items before those of the request, from its `conversation` or `previous_response_id`; none
+    without these fields. Raises `ApiError`."""
     stored, previous_id = context.responses, request.previous_response_id
     if request.conversation is not None and previous_id is not None:
-        message = "conversation: has the earlier items as previous_response_id has; send one of them"
+        message = "conversation: previous_response_id names the earlier items, too; send one of them"
         raise ApiError(400, "invalid_value", message, "conversation")
     if request.conversation is not None and stored is not None:
         conversation = stored.conversation(request.conversation)
@@ -249,8 +251,8 @@ def _too_large(request: ResponsesRequest, context: RequestContext) -> ApiError:
     return ApiError(413, "body_too_large", message, field)
 
 
-def resolved(item: Item, field: str, context: RequestContext) -> Item:
-    """Return the item, or the stored item that it refers to. Raises `ApiError` 404 that names `field`."""
+def resolve_item(item: Item, field: str, context: RequestContext) -> Item:
+    """Return `item`, or the stored item if `item` is a reference. Raises `ApiError` 404 that names `field`."""
     if not isinstance(item, ReferenceItem):
         return item
     referenced: Item | None = context.responses.item(item.id) if context.responses else None
@@ -289,7 +291,7 @@ def _chat_body(request: ResponsesRequest, items: Iterable[Item], tools: ToolSet)
 
 
 def _labels(request: ResponsesRequest) -> JsonValue:
-    """Return the metadata with the conversation, which is a session unless the client names one."""
+    """Return the request's metadata. The conversation is added as the session, unless the client names another one."""
     if request.conversation is None:
         return request.metadata
     return {CLIENT_SESSION: request.conversation, **(request.metadata or {})}

@@ -1,7 +1,8 @@
 """Tools of a Responses request, and their translation into functions of a chat request.
 
 A custom tool becomes a function with one text argument, `input`. The functions of a namespace get its name as a prefix.
-An answer's calls get their own names back. Tools that OpenAI's servers run are left out and reported.
+The calls in an answer get the names of the request again. Tools that OpenAI's servers run are left out, and their names
+are recorded as ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _CUSTOM_PARAMETERS: Json = {
 
 
 class FunctionTool(Model):
-    """A function with a JSON Schema."""
+    """Tool of type `function`, whose arguments fit a JSON Schema."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -42,8 +43,8 @@ class FunctionTool(Model):
 
 
 class CustomTool(Model):
-    """A tool that takes a text. A grammar of the text is described to the model, and its pattern is a part of the
-    argument's schema, which replicas hold a forced call to."""
+    """Tool of type `custom`, whose input is a text. A grammar of the text is added to the description for the model,
+    and as a pattern to the schema of the argument, which replicas enforce for a forced call."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -64,7 +65,7 @@ InnerTool = Annotated[
 
 
 class NamespaceTool(Model):
-    """A group of tools."""
+    """Group of tools with a common name prefix."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -75,7 +76,7 @@ class NamespaceTool(Model):
 
 
 class ServerTool(Model):
-    """A tool that OpenAI's servers run, or with a schema that only OpenAI's models know."""
+    """Tool that OpenAI's servers run, or whose schema only OpenAI's models know. It is not offered to the model."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -107,11 +108,11 @@ class OfferedTool:
 
     @property
     def chat_name(self) -> str:
-        """The name of the function in the chat request."""
+        """Name of the tool's function in the chat request."""
         return chat_name(self.tool.name, self.namespace)
 
     def function(self) -> Json:
-        """Return the definition of the tool for the chat request."""
+        """Return the definition of the tool as a function of the chat request."""
         function: Json = {"name": self.chat_name}
         if isinstance(self.tool, CustomTool):
             function |= {"description": _described(self.tool), "parameters": _parameters(self.tool)}
@@ -125,7 +126,8 @@ class ToolSet:
     """The tools that one request offers, by their names in the chat request."""
 
     def __init__(self, tools: Iterable[RequestTool], context: RequestContext, *, is_forced: bool = False) -> None:
-        """`is_forced`: the answer must be a call, so that replicas hold its arguments to their schema."""
+        """Read the tools. With `is_forced`, the answer must be a call, and replicas enforce the schema of its
+        arguments."""
         self._is_forced = is_forced
         self.echoed: list[Json] = []
         """The tools as the response names them."""
@@ -134,12 +136,13 @@ class ToolSet:
             self._add(tool, context)
 
     def functions(self, allowed: frozenset[str] | None = None) -> list[Json]:
-        """Return the tools of the chat request. `allowed`: only those with these names."""
+        """Return the tools as functions of the chat request. If `allowed` is set, return only tools with these
+        names."""
         tools = self._offered.values()
         return [tool.function() for tool in tools if allowed is None or {tool.tool.name, tool.chat_name} & allowed]
 
     def find(self, name: str | None) -> OfferedTool | None:
-        """Return the tool that a call of the model names, or None."""
+        """Return the tool whose chat name is `name`, or None."""
         return self._offered.get(name or "")
 
     def _add(self, tool: RequestTool, context: RequestContext) -> None:
@@ -158,7 +161,7 @@ class ToolSet:
             self._offered[offered.chat_name] = offered
 
     def _check_grammar(self, tool: CustomTool, context: RequestContext) -> None:
-        """Record a tool's grammar as ignored if replicas do not enforce it for a call of the tool.
+        """Record the grammar of a custom tool as ignored, unless replicas will enforce it for a call of the tool.
 
         Raises:
             ApiError: 400, as `RequestContext.ignore`.
@@ -173,12 +176,14 @@ class ToolSet:
 
 
 def chat_name(name: str, namespace: str | None) -> str:
-    """Return the name of a function of the chat request."""
+    """Return the name that a tool has as a function of the chat request: `NAMESPACE__NAME`, or `NAME` without a
+    namespace."""
     return f"{namespace}__{name}" if namespace else name
 
 
 def custom_input(arguments: str) -> str:
-    """Return the text that a call of a custom tool holds; the arguments themselves if they are in another form."""
+    """Return the input text in the arguments of a custom tool's call. Arguments in another form are returned
+    unchanged."""
     try:
         value = from_json(arguments)
     except ValueError:
