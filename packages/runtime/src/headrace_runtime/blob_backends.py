@@ -1,8 +1,7 @@
-"""Kinds of blob stores by the protocol of their fsspec URL: the entry points `headrace.blobs`.
+"""Kinds of blob stores, by the protocol of their fsspec URL, which packages announce as entry points `headrace.blobs`.
 
-fsspec opens the store, and packages can add file systems to fsspec. But fsspec does not define how a store creates a
-file only if it does not exist, which lineages with two trainers require. A store without an announcement can hold blobs
-but no lineages.
+fsspec opens a store, but does not define how the store creates a file only if it does not exist. Lineages that two
+trainers may write require this operation. A store whose kind is not announced can contain blobs but no lineages.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from headrace_runtime.registries import Registry
 _NO_LINKS = frozenset((errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS))
 _WRITABLE = 0o222
 _MEMORY_LOCK = threading.Lock()
-"""Lock for stores in memory, which are shared within this process."""
+"""Lock for stores in memory, which all threads of this process share."""
 
 
 class NotExclusive(Exception):
-    """The store cannot create a file only if it does not exist. The message is the reason."""
+    """Raised if a store cannot create a file only if it does not exist. The message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +33,28 @@ class BlobBackend:
     """Properties of one kind of blob store that fsspec does not define."""
 
     create: Callable[[Any, str, bytes], bool]
-    """`create(file_system, path, data)` atomically creates a file unless it exists, and returns whether it did.
+    """Function `create(file_system, path, data)` that atomically creates a file unless it exists, and returns whether
+    it created the file.
 
-    If several callers create a file at the same time, exactly one gets True. It raises `OSError` or `NotExclusive`."""
+    If several callers create a file at the same time, exactly one gets True. The function raises `OSError` or
+    `NotExclusive`.
+    """
     folder: bool = False
-    """Whether the store is a folder of this machine, in which files are made durable before they get their names."""
+    """Whether the store is a folder of this machine. Its files are synced to the disk before they get their names."""
 
 
 BACKENDS: Registry[BlobBackend] = Registry("blobs", BlobBackend, "blob store")
 
 
 def backend_of(file_system: Any) -> BlobBackend | None:
-    """Return the installed plug-in for a kind of object store, or None if its file system needs none."""
+    """Return the announced kind of store for an fsspec file system, or None if none is announced for its protocol."""
     protocols = (file_system.protocol,) if isinstance(file_system.protocol, str) else file_system.protocol
     name = next((protocol for protocol in protocols if protocol in BACKENDS.names()), None)
     return None if name is None else BACKENDS.get(name)
 
 
 def _create_by_link(_file_system: Any, path: str, data: bytes) -> bool:
-    """Create the file as a hard link to a complete draft, which is atomic and never replaces a file."""
+    """Create the file as a hard link to a complete temporary file, which is atomic and never replaces a file."""
     target = Path(path)
     draft, folders = write_draft(target, data)
     try:
@@ -71,12 +73,12 @@ def _create_by_link(_file_system: Any, path: str, data: bytes) -> bool:
 
 
 def _create_by_condition(file_system: Any, path: str, data: bytes) -> bool:
-    """Create the file by a conditional request of the store."""
+    """Create the file by a conditional request to the store, which refuses it if the file exists."""
     try:
         file_system.pipe_file(path, data, mode="create")
     except FileExistsError:
         return False
-    except Exception:  # not every client library recognises the refusal of its server
+    except Exception:  # some client libraries do not recognise the server's refusal
         if file_system.exists(path):
             return False
         raise
@@ -135,10 +137,11 @@ def copy_durably(target: Path, path: Path, *, move: bool) -> list[Path]:
 
 
 def link_read_only(source: Path, target: Path) -> bool:
-    """Create `target`, or replace it, as a hard link to the blob `source`, and make the file read-only.
+    """Create or replace `target` as a hard link to the blob file `source`, and make the file read-only.
 
     Returns:
-        False if the file system, its rights or another disk do not allow this; then the caller must copy the file.
+        Whether the link was created. False if the file system or its permissions do not allow hard links, or if
+            `target` is on another disk; the caller must then copy the file.
 
     Raises:
         FileNotFoundError: There is no such blob.
@@ -164,7 +167,7 @@ def _draft_of(target: Path) -> tuple[Path, list[Path]]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Write the entries of `folder` to disk, so that new files still have their names after a power failure."""
+    """Sync the entries of `folder` to the disk, so that new files still have their names after a power failure."""
     if os.name != "posix":
         return
     handle = os.open(folder, os.O_RDONLY)

@@ -1,4 +1,5 @@
-"""Conversion of messages for chat templates, shared by engines and trainer so that they render the same prompts."""
+"""Conversion of messages to the form that chat templates expect. Engines and trainer share it, so that they render the
+same prompts."""
 
 from __future__ import annotations
 
@@ -11,11 +12,12 @@ from pydantic_core import from_json
 from headrace_schemas.events.chat import Message
 
 _NO_ARGUMENTS = ("", "null", '""')
-"""Arguments of a call without arguments, besides `{}`, as some models and clients write them."""
+"""Texts, besides `{}`, that models and clients write for a tool call without arguments."""
 
 
 def template_message(message: Message) -> dict[str, Any]:
-    """Return a message for a chat template, with its text as one string and tool arguments as objects if possible."""
+    """Return a message as a dictionary for a chat template, with its content as one text and with parsed tool
+    arguments."""
     fields: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": message.text,

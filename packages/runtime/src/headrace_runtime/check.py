@@ -1,7 +1,7 @@
 """Checks whether a service could start, without starting it: `python -m headrace_<service> --check`.
 
-The checks change nothing, except for a temporary folder that shows whether `data_dir` can be written. The function
-`Service.check` contains the checks of a single service.
+The checks change nothing, except for a temporary folder by which they find out whether `data_dir` can be written.
+Checks of a single service are in the function that its `Service.check` names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from headrace_runtime.settings.sections import Common
 from headrace_schemas.values.text import is_storable
 
 Check = Callable[[Common, Any], Awaitable[list[str]]]
-"""Check of a single service. It returns one sentence per problem and may also raise a `HeadraceError`."""
+"""Check of a single service. It returns one sentence per problem, or raises a `HeadraceError`."""
 _CONNECT_S = 5.0
 
 
@@ -29,8 +29,8 @@ async def find_problems(name: str, common: Common, settings: object, check: Chec
         name: the name of the service.
         common: the common settings.
         settings: the settings of the service.
-        check: the check of the service itself.
-        bus: whether to check the bus, too.
+        check: the service's own check, or None.
+        bus: whether to check that the bus responds and has suitable topics.
     """
     problems: list[str] = []
     checks: list[Awaitable[list[str]]] = [_data_dir(common), _blobs(common)]
@@ -49,7 +49,7 @@ async def find_problems(name: str, common: Common, settings: object, check: Chec
 
 
 async def _data_dir(common: Common) -> list[str]:
-    """Check that the folder, or its nearest existing parent, can be written."""
+    """Check that the folder `data_dir`, or its nearest existing parent, can be written."""
     folder = common.data_dir.absolute()
     if not is_storable(str(folder)):
         raise SettingError("data_dir", str(folder), "must not contain NUL or lone surrogates; remove these characters")

@@ -1,4 +1,4 @@
-"""The clock of the services. It is a parameter, so that tests and the simulation can replace it."""
+"""Clock of the services. It is passed as a parameter, so that tests and the simulation can replace it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Clock with civil time (`now`) and with monotonic time (`monotonic_s`, `sleep`)."""
+    """Source of the current UTC time (`now`), of monotonic time in seconds (`monotonic_s`), and of pauses (`sleep`)."""
 
     def now(self) -> datetime: ...
 
@@ -19,7 +19,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """Clock of the machine."""
+    """Clock that returns the time of this machine."""
 
     def now(self) -> datetime:
         return datetime.now(UTC)
@@ -32,10 +32,10 @@ class SystemClock:
 
 
 def epoch_ms(instant: datetime) -> int:
-    """Return the milliseconds since 1970, the format of times in Headrace's databases."""
+    """Convert a time to milliseconds since 1970, the form in which Headrace's databases store times."""
     return round(instant.timestamp() * 1000)
 
 
 def from_epoch_ms(value: int) -> datetime:
-    """Return the time of a number of milliseconds since 1970."""
+    """Convert milliseconds since 1970 to a time in UTC."""
     return datetime.fromtimestamp(value / 1000, UTC)

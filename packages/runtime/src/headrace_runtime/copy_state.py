@@ -1,4 +1,5 @@
-"""Copies the state of services from SQLite files to PostgreSQL, for an installation that outgrows one machine.
+"""Program that copies the state of all services from SQLite files to PostgreSQL, for an installation that outgrows one
+machine.
 
 Usage, with all services stopped:
 `python -m headrace_runtime.copy_state postgresql://user@host/database [--config headrace.toml]`.
@@ -31,14 +32,15 @@ _VERSION_TABLE = "schema_version"
 
 
 class NotEmpty(HeadraceError):
-    """The target already contains other state."""
+    """Raised if the target already contains other rows."""
 
 
 async def copy(service: str, package: str, source: Database, target: Database) -> dict[str, int]:
-    """Copy the tables of one service, and return the number of rows by table. Non-empty tables are only compared.
+    """Copy the tables of one service, and return the number of rows by table. A table that has rows in the target is
+    only compared with the source.
 
     Raises:
-        NotEmpty: a table of the target has other rows.
+        NotEmpty: a table of the target has rows that differ from the source.
         Unavailable: a database does not respond.
     """
     for database in (source, target):
@@ -68,7 +70,7 @@ def _reflect_tables(connection: Connection, schema: str | None) -> list[Table]:
 
 
 async def _fill(old: AsyncConnection, new: AsyncConnection, target: Table) -> None:
-    """Copy all rows of a table, and continue its sequences after the highest keys."""
+    """Copy all rows of a table, and set its sequences so that new keys follow the highest copied ones."""
     rows = await old.stream(_order_by_key(target))
     async for batch in rows.mappings().partitions(_ROWS_AT_ONCE):
         await new.execute(insert(target), [_restore_booleans(target, row) for row in batch])
@@ -80,21 +82,22 @@ async def _fill(old: AsyncConnection, new: AsyncConnection, target: Table) -> No
 
 
 def _order_by_key(reflected: Table) -> Select[Any]:
-    """Return the query of all rows in the order of their keys, without PostgreSQL's reflected types."""
+    """Return a query of all rows, ordered by primary key. It names columns without types, so that values are not
+    converted."""
     plain = table(reflected.name, *(column(key.name) for key in reflected.columns))
     return select(plain).order_by(*(plain.c[key.name] for key in reflected.primary_key.columns))
 
 
 def _restore_booleans(target: Table, row: RowMapping) -> dict[str, Any]:
-    """Return a row with booleans, which SQLite stores as integers."""
+    """Return a row in which integers of boolean columns are booleans, because SQLite stores booleans as integers."""
     booleans = {column.name for column in target.columns if isinstance(column.type, Boolean)}
     return {name: bool(value) if name in booleans and value is not None else value for name, value in row.items()}
 
 
 async def _digest(connection: AsyncConnection, reflected: Table) -> tuple[int, int]:
-    """Return the number of rows and the sum of their digests, which does not depend on the order of the rows.
+    """Return the number of rows, and the sum of the digests of the rows.
 
-    The two databases sort text differently.
+    The sum does not depend on the order of the rows, because the two databases sort text differently.
     """
     count = total = 0
     rows = await connection.stream(_order_by_key(reflected))
@@ -106,7 +109,8 @@ async def _digest(connection: AsyncConnection, reflected: Table) -> tuple[int, i
 
 
 async def copy_all(common: Common, url: str) -> dict[str, dict[str, int]]:
-    """Copy the state of all installed services that have a file under `data_dir`."""
+    """Copy the state of each installed service that has an SQLite file under `data_dir`. Return the number of rows by
+    service and table."""
     files = common.model_copy(update={"database": common.database.model_copy(update={"url": SecretStr("sqlite")})})
     server = common.model_copy(update={"database": common.database.model_copy(update={"url": SecretStr(url)})})
     copied = {}

@@ -7,7 +7,7 @@ from headrace_schemas.values.errors import HeadraceError, InvalidEvent
 
 
 class SettingError(HeadraceError):
-    """A setting is unknown, of the wrong type or unsupported. It stops the start-up with exit status 2."""
+    """Raised if a setting is unknown, of the wrong type or unsupported. It stops the start-up with exit status 2."""
 
     def __init__(self, name: str, value: object, remedy: str) -> None:
         super().__init__(f"setting {name} = {errors.redact_value(name, value)}: {remedy}")
@@ -25,23 +25,25 @@ def _restore(message: str, name: str) -> SettingError:
 
 
 class Unavailable(HeadraceError):
-    """A dependency is not reachable or slow. A later retry may succeed."""
+    """Raised if a dependency, such as the bus or the database, does not respond in time. A later retry may succeed."""
 
 
 class DiskFull(Unavailable):
-    """A disk is full. Services wait, without a time limit, until an operator frees space."""
+    """Raised if a disk is full. Services wait without a time limit until an operator frees space."""
 
 
 class MissingBlob(Unavailable):
-    """The store is reachable but lacks a blob. A new blob may appear late; otherwise it is lost."""
+    """Raised if the store responds but lacks a blob. A retry may succeed if the blob is new; otherwise the blob is
+    lost."""
 
 
 class CorruptBlob(HeadraceError):
-    """Stored bytes do not match the digest in their name. They are never used."""
+    """Raised if stored bytes do not match the digest in their name. The bytes are not used."""
 
 
 class Refused(HeadraceError):
-    """A request is invalid. `status` is the HTTP status, `code` a stable word, `param` the invalid field."""
+    """Raised if a request is invalid. `status` is the HTTP status, `code` a stable identifier, `param` the invalid
+    field."""
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -51,9 +53,9 @@ class Refused(HeadraceError):
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether `error` comes from a library in Rust, such as `tokenizers`, that met a case it does not expect.
+    """Return whether `error` is a panic of a library written in Rust, such as `tokenizers`.
 
-    The class of such errors is no `Exception`, and cannot be imported.
+    The class of such errors does not derive from `Exception`, and cannot be imported.
     """
     return type(error).__name__ == "PanicException"
 

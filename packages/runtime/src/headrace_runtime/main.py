@@ -1,4 +1,4 @@
-"""Entry point of every service: parses arguments, loads settings, imports the service and runs it until it is stopped.
+"""Program of every service: it parses arguments, loads settings, imports the service and runs it until it is stopped.
 
 Exit status: 0 after a stop, 1 after a crash, 2 for invalid settings. A supervisor restarts a service only after 1.
 """
@@ -32,44 +32,47 @@ from headrace_schemas.values.errors import is_secret
 
 S = TypeVar("S", bound=ServiceSettings)
 _SWITCH_INTERVAL_S = 0.0001
-"""Longest time that one thread keeps the interpreter from the event loop, if no library call keeps it longer. With
-Python's default of 5 ms one large request would delay each step of every other request."""
+"""Interval after which a thread that computes lets the event loop's thread run. With Python's default of 5 ms, one
+large request would delay each step of all other requests."""
 _OWNER_ALONE = 0o077
 _SECRET_LENGTH_MIN = 8
-"""Minimum length of a secret in an environment variable that is no setting. Shorter values are more likely words."""
+"""Minimum length of a secret in an environment variable that is not a setting. Shorter values are probably ordinary
+words, which must not be removed from logs."""
 GARBAGE_THRESHOLD = 50_000
-"""Threshold of garbage collections. With Python's own, 700, and the modules of a service, collections took a fifth of a
-busy event loop's time."""
+"""Number of new objects after which Python collects garbage. With Python's default, 700, and the modules of a service,
+collections took a fifth of a busy event loop's time."""
 STREAM_GARBAGE_THRESHOLD = 10_000
-"""Threshold of services that keep whole runs between two collections. One collection of 50,000 such objects, each with
-containers of its own, blocked their event loops for 25 to 142 ms."""
+"""Number of new objects after which services that hold complete runs in memory collect garbage. One collection of
+50,000 such objects, each with containers of its own, blocked their event loops for 25 to 142 ms."""
 PYTHON_GARBAGE_THRESHOLD = 700
 Run = Callable[[Common, S], Awaitable[None]]
 
 
 @dataclass(frozen=True)
 class Service(Generic[S]):
-    """Description of one service, with which its `__main__` module starts it."""
+    """Description of one service, by which its module `__main__` starts it."""
 
     name: str
     summary: str
     settings: type[S]
     run: str
-    """The composition root as `module:function`, which is imported after the settings were loaded."""
+    """Function that composes and runs the service, as `module:function`. It is imported after the settings were
+    loaded."""
     check: str = ""
-    """The function that checks the start of the service, as `module:function` (see `headrace_runtime.check`)."""
+    """Function that checks whether the service could start, as `module:function` (see `headrace_runtime.check`); empty
+    for none."""
     garbage_threshold: int = GARBAGE_THRESHOLD
     """Net allocations between two garbage collections. Services whose reference cycles may hold tensors use Python's
     own threshold, because it does not count the bytes of tensors."""
     notes: str = ""
-    """Function, as `module:function`, of which `--check` prints the sentences when it has found no problem, for example
-    the sizes that follow from the settings."""
+    """Function, as `module:function`, that returns sentences about the settings, for example sizes that follow from
+    them. `--check` prints them if it has found no problem."""
     suggest: str = ""
-    """Function, as `module:function`, that returns values by name for `--suggest-settings`: settings that follow from
-    others."""
+    """Function, as `module:function`, that returns suggested values by the names of settings, computed from other
+    settings. `--suggest-settings` prints them."""
 
     def main(self) -> NoReturn:
-        """Run the process from its arguments to its exit."""
+        """Run the process from parsing the arguments to its exit."""
         if sys.platform == "win32":
             sys.exit(f"headrace {self.name}: services run on Linux, on macOS and in WSL; on Windows, use the client")
         sys.exit(self._main())
@@ -126,7 +129,8 @@ class Service(Generic[S]):
         return 0
 
     def _run_option(self, arguments: argparse.Namespace, common: Common, settings: S) -> int | None:
-        """Run a `--check` or `--suggest-settings` and return the exit status. Return None without such an option."""
+        """Run the action of `--check` or `--suggest-settings`, and return the exit status; None if neither option was
+        passed."""
         if arguments.check_config:
             return 0
         if arguments.suggest_settings:
@@ -136,7 +140,7 @@ class Service(Generic[S]):
         return None
 
     def _check(self, common: Common, settings: S, *, bus: bool) -> int:
-        """Print one sentence per problem, or per note if there is none, and return the exit status: 2 or 0."""
+        """Print one sentence per problem, or per note if there is no problem, and return the exit status: 2 or 0."""
         from headrace_runtime import check
 
         with contextlib.redirect_stdout(sys.stderr):  # log lines are no problems
@@ -163,28 +167,30 @@ class Service(Generic[S]):
 
 
 def _function_of(name: str) -> Any:
-    """Import `module:function`; return None for an empty name."""
+    """Import the function named as `module:function`. Return None for an empty name."""
     module, _, function = name.partition(":")
     return getattr(import_module(module), function) if module else None
 
 
 def tune_garbage_collection(threshold: int) -> None:
-    """Exempt existing objects, which live as long as the process, from garbage collections, and collect less often."""
+    """Exclude the present objects, which live as long as the process, from garbage collection, and set the threshold
+    for new ones."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(threshold, *gc.get_threshold()[1:])
 
 
 def _environment_secrets(environ: Mapping[str, str]) -> set[str]:
-    """Return the values of all environment variables with names of secrets, and the passwords in URLs."""
+    """Return the values of all environment variables whose names denote secrets, and the passwords in URLs."""
     secrets = {value for name, value in environ.items() if len(value) >= _SECRET_LENGTH_MIN and is_secret(name)}
     return secrets.union(*(secrets_of_url(value) for value in environ.values() if "://" in value))
 
 
 async def _run_until_stopped(run: Run[S], common: Common, settings: S, pipe: int | None) -> None:
-    """Run the service until it ends or SIGTERM or SIGINT cancels it. `run` stops cleanly in its `finally` blocks.
+    """Run the service until it ends, or until SIGTERM or SIGINT cancels it. `run` must stop cleanly in its `finally`
+    blocks.
 
-    The event loop sends heartbeats to `pipe` from before the first step until after the last one (`liveness`).
+    The event loop sends heartbeats to the file descriptor `pipe` during the whole run (`liveness`).
     """
     from headrace_runtime.process.event_loop import watch_loop
 
@@ -197,7 +203,7 @@ async def _run_until_stopped(run: Run[S], common: Common, settings: S, pipe: int
 
 
 def secrets_of(*sections: BaseModel) -> set[str]:
-    """Return the values of all `SecretStr` fields, at every depth. A URL is replaced by its password."""
+    """Return the values of all `SecretStr` fields at any depth. Of a URL only its password is returned."""
     secrets: set[str] = set()
     for section in sections:
         for value in (getattr(section, name) for name in type(section).model_fields):
@@ -212,7 +218,7 @@ def secrets_of(*sections: BaseModel) -> set[str]:
 
 
 def secrets_of_url(url: str) -> set[str]:
-    """Return the password in a URL, raw and decoded."""
+    """Return the password in a URL, as it is written and percent-decoded; an empty set without one."""
     try:
         password = urlsplit(url).password
     except ValueError:

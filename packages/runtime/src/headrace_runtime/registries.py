@@ -31,14 +31,14 @@ _Groups = dict[str, dict[str, tuple[EntryPoint, ...]]]
 
 
 class PluginError(HeadraceError, ValueError):
-    """An extension cannot be used: no installed package provides its name, or it fails to load.
+    """Raised if an extension cannot be used: no installed package provides its name, or it fails to load.
 
     If a setting names the extension, the service does not start.
     """
 
 
 class Registry(Generic[T]):
-    """Extensions that installed packages announce in one entry-point group, each imported on first use."""
+    """Extensions of one entry-point group. Each is imported on first use."""
 
     def __init__(self, group: str, kind: type[T], noun: str) -> None:
         """Create the registry.
@@ -46,7 +46,7 @@ class Registry(Generic[T]):
         Args:
             group: the name of the group after `headrace.`.
             kind: the class of the extensions.
-            noun: the word for an extension in messages.
+            noun: the word that messages use for an extension, for example `reward source`.
         """
         self.group = f"{PREFIX}{group}"
         self.noun = noun
@@ -83,7 +83,7 @@ class Registry(Generic[T]):
         return {name: self.get(name) for name in self.names()}
 
     def point(self, name: str) -> EntryPoint:
-        """Return the entry point of `name` without importing the extension. Raises `PluginError`."""
+        """Return the entry point `name` without importing the extension. Raises `PluginError`."""
         announced = self._entry_points()
         if name not in announced:
             similar = closest(name, announced)
@@ -102,7 +102,7 @@ class Registry(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class NameIn:
-    """Annotation of a setting that names an extension: `Annotated[str, NameIn(registry)]`.
+    """Annotation for a setting whose value is the name of an extension: `Annotated[str, NameIn(registry)]`.
 
     Validating the setting imports the extension, so that a broken package stops the start.
     """
@@ -122,10 +122,10 @@ class NameIn:
 
 @dataclass(frozen=True, slots=True)
 class OrNameIn:
-    """Annotation of a setting that names an extension or has another value, such as a path.
+    """Annotation for a setting whose value is the name of an extension or another text, such as a path.
 
-    `Annotated[str, OrNameIn(registry)]` accepts every string. The reader of the setting distinguishes the two; the
-    settings reference lists the names.
+    `Annotated[str, OrNameIn(registry)]` accepts each string, and the service that uses the setting distinguishes the
+    two. The settings reference lists the names.
     """
 
     registry: Registry[Any]
@@ -139,7 +139,7 @@ class OrNameIn:
 
 @lru_cache(maxsize=4)
 def _read(_path: tuple[str, ...]) -> _Groups:
-    """Return the entry points of all installed packages whose group belongs to Headrace, by group.
+    """Return the entry points of all installed packages in groups of Headrace, by group and name.
 
     The result is cached per import path, because reading takes milliseconds.
     """
@@ -148,7 +148,7 @@ def _read(_path: tuple[str, ...]) -> _Groups:
     for distribution in distributions():
         points = [point for point in distribution.entry_points if point.group.startswith(PREFIX)]
         if not points or (owner := distribution.name.lower().replace("_", "-")) in seen:
-            continue  # Python imports the first of two copies
+            continue  # Python imports only the first of two copies
         seen.add(owner)
         for point in points:
             names = groups.setdefault(point.group, {})
@@ -157,5 +157,5 @@ def _read(_path: tuple[str, ...]) -> _Groups:
 
 
 def _owner(point: EntryPoint) -> str:
-    """Return the distribution of an entry point for messages."""
+    """Return the distribution that provides an entry point, for messages."""
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else f"the package of {point.value}"

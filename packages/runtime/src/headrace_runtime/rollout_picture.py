@@ -1,4 +1,4 @@
-"""Report of a rollout as a PNG: its confidence sequence, its metrics and its decisions.
+"""Picture of a rollout as a PNG file: its confidence sequence, its metrics and its decisions.
 
 The registry writes a report for each decision, and `headrace rollouts report` on request. Both need matplotlib.
 """
@@ -11,21 +11,20 @@ from typing import Any
 from headrace_schemas.http.registry_api import RolloutState
 
 Point = tuple[float, float, float, float]
-"""Number of units of the candidate, the difference, and the bounds of its interval."""
+"""Point of the chart: number of the candidate's units, difference to the champion, and the bounds of its interval."""
 _INK, _LINE, _FAINT, _WRONG = "#1f2933", "#0b7285", "#868e96", "#c92a2a"
 _DECISIONS_MAX = 8
 _REASON_MAX = 96
 
 
 def metric_of(rollout: RolloutState) -> str:
-    """Return the metric that is drawn by default: the first guardrail, or the reward."""
+    """Return the metric that is drawn by default: the first guardrail, else `reward`."""
     return next(iter(rollout.margins), "reward")
 
 
 def points(rollout: RolloutState, metric: str) -> list[Point]:
-    """Return the points of the chart of one metric, in order of time. Of points with the same number of users or
-    sessions only the last one is returned.
-    """
+    """Return the points of the chart of one metric in order of time. Of several points with the same number of units,
+    only the last is returned."""
     last_points = {
         point.units: (point.units, *point.metrics[metric]) for point in rollout.chart if metric in point.metrics
     }
@@ -33,7 +32,8 @@ def points(rollout: RolloutState, metric: str) -> list[Point]:
 
 
 def margin(rollout: RolloutState, metric: str) -> float | None:
-    """Return the difference beyond which a guardrail fails, negative if higher values are better; None without one."""
+    """Return the difference at which a guardrail fails, negative if higher values are better; None if `metric` is not a
+    guardrail."""
     width = rollout.margins.get(metric)
     if width is None:
         return None
@@ -51,9 +51,8 @@ def intervals(rollout: RolloutState) -> list[tuple[str, ...]]:
 
 
 def picture(rollout: RolloutState, metric: str, path: Path) -> bool:
-    """Draw the charts of a rollout's metrics to the PNG `path`. Return False if matplotlib is not installed.
-    Thread-safe.
-    """
+    """Draw the chart of one metric of a rollout, with the table of all metrics, to the PNG file `path`. Return False if
+    matplotlib is not installed. Thread-safe."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -19,14 +19,15 @@ class ServiceInfo:
     """Announcement of a service. The module that contains it must not import other modules of the service."""
 
     module: str
-    """The package. `python -m module` starts the service, and its constant `SERVICE` is a
+    """Package of the service. `python -m MODULE` starts it, and the package's constant `SERVICE` is a
     `headrace_runtime.main.Service`."""
     summary: str
-    """Description in one sentence."""
+    """Description of the service in one sentence."""
     port: int = 0
     """Default of the HTTP port `<name>.port`; with 0 the system chooses one."""
     more_ports: tuple[str, ...] = ()
-    """Names of the service's settings that are further ports. `headrace up` does not assign these ports to others."""
+    """Names of the service's settings that contain further ports. `headrace up` does not assign these ports to other
+    services."""
     needs_setting: str = ""
     """The dotted name of a setting that the service requires, such as `trainer.base`. `headrace up` does not start the
     service until it is set."""
@@ -42,11 +43,11 @@ class ServiceInfo:
     """Whether the service is the bus. It starts first, stops last, and does not start if `bus.address` names another
     bus. Its setting `kafka_port` is the port of the bus."""
     is_gateway: bool = False
-    """Whether users' agents call the service. The supervisor keeps its listening socket open, so that no call is
-    refused while it restarts."""
+    """Whether agents of users call the service. The supervisor keeps its listening socket open, so that no call is
+    refused while the service restarts."""
     is_background: bool = False
-    """Whether no call of an agent waits for the service. On one machine it gets the processor time that the gateway and
-    the replicas leave."""
+    """Whether no call of an agent waits for the service. On one machine it then gets only processor time that the
+    gateway and the replicas do not need."""
 
 
 SERVICES: Registry[ServiceInfo] = Registry("services", ServiceInfo, "service")

@@ -1,8 +1,8 @@
-"""Parent process of one service in a container, which kills the service if it hangs.
+"""Parent process of one service in a container, which kills the service if it sends no heartbeats.
 
-`python -m headrace_runtime.watchdog COMMAND...` starts COMMAND with the pipe of `liveness`, forwards signals and exits
-with the status of COMMAND. After `HANG_TIMEOUT_S` (30) without a heartbeat it kills the service and exits with 1, so
-that the container is restarted. Before its first heartbeat a service has `START_TIMEOUT_S` (300) for its imports.
+`python -m headrace_runtime.watchdog COMMAND...` starts COMMAND with the pipe of `liveness`, forwards signals to it, and
+exits with its status. If COMMAND sends no heartbeat for `HANG_TIMEOUT_S` (30), it is killed, and the exit status is 1,
+so that the container is restarted. Until its first heartbeat a service has `START_TIMEOUT_S` (300) for its imports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _LOOK_S = 1.0
 
 
 def watch(command: Sequence[str], hang_timeout_s: float, start_timeout_s: float) -> int:
-    """Run `command` to its end. Return its exit status as a shell reports it, or 1 if it was killed for hanging."""
+    """Run `command` until it ends. Return its exit status in the form of a shell, or 1 if it was killed because it sent
+    no heartbeats."""
     liveness = LivenessWatch()
     writing = liveness.open()
     process = subprocess.Popen(
@@ -52,7 +53,7 @@ def watch(command: Sequence[str], hang_timeout_s: float, start_timeout_s: float)
 def _ends(
     process: subprocess.Popen[bytes], liveness: LivenessWatch, hang_timeout_s: float, start_timeout_s: float
 ) -> bool:
-    """Wait for the end of the process, and return False if it has sent no heartbeat for too long."""
+    """Wait until the process ends and return True, or return False if it has sent no heartbeat for too long."""
     assert liveness.reading is not None
     with selectors.DefaultSelector() as selector:
         selector.register(liveness.reading, selectors.EVENT_READ)

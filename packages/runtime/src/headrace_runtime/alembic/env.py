@@ -1,4 +1,5 @@
-"""Alembic's entry for all services: it runs on the connection that `headrace_runtime.storage.database` hands over."""
+"""Environment script of Alembic for all services. It runs the migrations on the connection that
+`headrace_runtime.storage.database` passes to it."""
 
 from alembic import context
 

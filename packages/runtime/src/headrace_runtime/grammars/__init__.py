@@ -1,4 +1,5 @@
-"""Token masks of grammars with llguidance. Replicas sample with them, and the trainer computes the same masks again.
+"""Token masks of grammars, computed with llguidance: for each position, the tokens that may be sampled. Replicas sample
+with them, and the trainer computes the same masks again.
 
-The extra `grammars` installs its dependencies.
+The extra `grammars` of this distribution installs the dependencies.
 """

@@ -1,9 +1,10 @@
-"""Trial compilation of a grammar in a process that can be killed.
+"""Test compilation of grammars in a child process that can be killed.
 
-The grammar library bounds most of its work by fuel, but not all: a schema of 180 bytes can take minutes and gigabytes,
-and a thread cannot be stopped. So each new grammar is compiled in a process first. A schema that takes too long, or
-that ends the process, is refused, and the replica compiles only what is known to end. Run as `python -m`, the module is
-that process: four bytes of length, then the grammar; the answer is one byte.
+The grammar library limits most of its work, but not all: a schema of 180 bytes can take minutes and gigabytes, and a
+thread cannot be stopped. So each new grammar is first compiled in a child process. A grammar that takes too long, or
+that ends the child process, is refused; the replica itself compiles only grammars that passed this test. Run with
+`python -m`, this module is the child process. It reads four bytes with a length and then the grammar, and writes one
+byte as its answer.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ _DONE = b"."
 
 
 class TrialFailed(Exception):
-    """Raised when compiling a grammar in a separate process has ended that process, for example for lack of memory."""
+    """Raised if compiling a grammar ended the child process, for example for lack of memory."""
 
 
 class TrialTimedOut(TrialFailed):
-    """The compilation took too long."""
+    """Raised if compiling a grammar took longer than the time limit."""
 
 
 class GrammarTrial:
-    """Child process that compiles grammars on trial. Not thread-safe.
+    """Child process that compiles grammars as a test. Not thread-safe.
 
-    The process ends with the thread that made its first trial.
+    The process is killed when the thread that started it ends, because the kernel watches that thread.
     """
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, text: str, timeout_s: float) -> None:
-        """Compile a grammar on trial, and return normally for an invalid one, too. Blocks.
+        """Compile a grammar in the child process. An invalid grammar is no error here. Blocks.
 
         Raises:
             TrialTimedOut: the compilation took longer than `timeout_s`.
@@ -61,7 +62,7 @@ class GrammarTrial:
         self._wait(process, timeout_s)
 
     def stop(self) -> None:
-        """Kill the process. The next trial starts another one."""
+        """Kill the child process. The next test starts another one."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -86,7 +87,8 @@ class GrammarTrial:
         return process
 
     def _wait(self, process: subprocess.Popen[bytes], timeout_s: float) -> None:
-        """Wait until the child process reports by one byte that it is ready for a grammar."""
+        """Wait until the child process sends the byte that reports that it is ready, or that it has compiled a
+        grammar."""
         assert process.stdout is not None
         poll = select.poll()  # `select.select` takes no descriptor above 1,023
         poll.register(process.stdout, select.POLLIN)
@@ -114,12 +116,12 @@ def _serve() -> None:
         text = inbox.read(*_LENGTH.unpack(header)).decode()
         matcher = LLMatcher(words, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
         if not matcher.is_error():
-            with contextlib.suppress(Exception):  # the replica names the error
+            with contextlib.suppress(Exception):  # the replica reports the error
                 matcher.compute_bitmask()
 
 
 def _limit_process() -> None:
-    """Bound the memory of this process, and give it a lower CPU priority than the replica."""
+    """Limit the memory of this process, and give it a lower CPU priority than the replica."""
     os.nice(5)
     if sys.platform == "linux":
         import resource

@@ -1,14 +1,15 @@
-"""Vocabulary of a tokenizer in the form that the grammar library reads, and the guide that constrains a choice.
+"""Vocabulary of a tokenizer in the form that the grammar library needs, and the guide that restricts sampling to a
+grammar.
 
-The library could read `tokenizer.json` itself, but with other rules than the tokenizer's decoder. Then it would allow
-other text than answers contain. So it gets the bytes that decoding yields.
-Tokens whose decoded text differs from their spelling are not allowed in constrained answers.
+The library could read `tokenizer.json` itself, but its rules differ from those of the tokenizer's decoder, so it would
+allow text that differs from the decoded answers. So it gets the bytes to which each token is decoded. Tokens whose
+decoded text differs from their spelling are not allowed in constrained answers.
 
-Masks depend on everything here. Replicas and trainer must build vocabularies by the same code from the same tokenizer.
+Masks depend on all of this. Replicas and trainer must build vocabularies with the same code from the same tokenizer.
 
 Byte-level vocabularies write a byte as a printable letter (GPT-2's table). SentencePiece writes a space as `▁` and a
-byte without a piece as `<0xE2>`. Converters mix both. So the spelling is not trusted: each interpretation of a token is
-compared with the decoder's text of the token after another token.
+byte without a piece as `<0xE2>`. Converted vocabularies mix both. So each interpretation of a token's spelling is
+compared with the text that the decoder adds for the token after another token.
 """
 
 from __future__ import annotations
@@ -39,19 +40,20 @@ SAMPLES = (
     f'{{"all": "{string.ascii_letters}{string.digits}"}}\n[1.5e-3, -2]',
     "".join(character for character in string.printable if character.isprintable()),
 )
-"""Texts by which tokenizers are compared."""
+"""Texts whose tokenization is part of the vocabulary's digest."""
 _EXAMPLES_MAX = 5
 _REASON_LENGTH_MAX = 300
 _TEXT_BYTES = (ord("\n"), *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF1))
-"""Bytes of JSON in UTF-8, limited to the Unicode planes with characters: some vocabularies lack the other bytes."""
+"""Bytes of UTF-8 text for which a vocabulary must have tokens. Those of planes without characters are left out: some
+bytes."""
 
 
 @dataclass(frozen=True)
 class TokenBytes:
-    """Bytes of each token.
+    """Bytes of each token of a vocabulary.
 
-    `data[i]` are the bytes of token `i`; None if it has none, or if decoding it yields other text. `unlike` maps tokens
-    whose decoded text differs from their spelling to that text.
+    `data[i]` are the bytes of token `i`, or None if it has none, or if decoding it yields text that differs from its
+    spelling. `unlike` contains that text by the spelling of the token.
     """
 
     data: Sequence[bytes | None]
@@ -60,7 +62,7 @@ class TokenBytes:
 
 @cache
 def byte_level_table() -> Mapping[str, int]:
-    """Return GPT-2's table from letters to bytes."""
+    """Return GPT-2's table, which assigns a byte to each letter of byte-level vocabularies."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     unprintable = [byte for byte in range(256) if byte not in printable]
     shifted = {chr(256 + index): byte for index, byte in enumerate(unprintable)}
@@ -68,7 +70,7 @@ def byte_level_table() -> Mapping[str, int]:
 
 
 def read_token_bytes(inner: Any, size: int) -> TokenBytes:
-    """Return the bytes of the tokens with the first `size` ids.
+    """Compute the bytes of the tokens with ids below `size`.
 
     Args:
         inner: a `tokenizers.Tokenizer`.
@@ -92,11 +94,11 @@ def read_token_bytes(inner: Any, size: int) -> TokenBytes:
 
 
 def _spellings(name: str, text: str) -> Iterator[bytes]:
-    """Yield the bytes that a token may stand for: each interpretation of its spelling, then its decoded text.
+    """Yield the byte sequences that a token may represent: each interpretation of its spelling, then its decoded text.
 
     Args:
         name: the token's spelling in the vocabulary.
-        text: its decoded text. It is left out if it contains U+FFFD, the sign of an incomplete character.
+        text: its decoded text. It is not yielded if it contains U+FFFD, which stands for an incomplete character.
     """
     byte = _BYTE.fullmatch(name)
     if byte is not None:
@@ -109,7 +111,8 @@ def _spellings(name: str, text: str) -> Iterator[bytes]:
 
 
 def _decode_after_token(inner: Any, names: Mapping[int, str]) -> dict[int, str]:
-    """Return the text that each token adds after another token. At the beginning of a text decoders strip spaces."""
+    """Return the text that each token adds when it follows another token. At the beginning of a text, decoders strip
+    spaces."""
     anchor = next((ids[-1] for text in _ANCHORS if (ids := inner.encode(text, add_special_tokens=False).ids)), None)
     if anchor is None:
         return {}
@@ -120,26 +123,27 @@ def _decode_after_token(inner: Any, names: Mapping[int, str]) -> dict[int, str]:
 
 
 def library_version() -> str:
-    """Return the installed version of the grammar library. Masks of other versions may differ."""
+    """Return the installed version of the grammar library. Other versions may compute different masks."""
     return importlib.metadata.version(LIBRARY)
 
 
 class VocabularyUnreadable(HeadraceError):
-    """The tokenizer cannot be used with grammars. The message names the cause."""
+    """Raised if the tokenizer cannot be used with grammars. The message is the reason."""
 
 
 @dataclass(frozen=True)
 class LibraryVocabulary:
-    """A vocabulary as the grammar library reads it."""
+    """Vocabulary of a tokenizer as an object of the grammar library, with the data that belong to it."""
 
     words: LLTokenizer
     tokens: list[bytes]
     """Bytes of each token."""
     unlike: Mapping[str, str]
-    """Decoded text of the tokens that are not allowed, because it differs from their spelling."""
+    """Decoded text of the tokens that are not allowed because it differs from their spelling."""
     end_id: int
     digest: str
-    """SHA-256 of all that masks depend on: the tokens' bytes, which of them are special, and how text is tokenized."""
+    """SHA-256 of all data that masks depend on: the bytes of the tokens, which tokens are special, and how text is
+    tokenized."""
 
 
 class _LibraryTokenizer:
@@ -159,12 +163,13 @@ class _LibraryTokenizer:
         self._longest = max(map(len, self._spelled), default=0)
 
     def __call__(self, text: str) -> list[int]:
-        """Tokenize text that a grammar forces, which may be in the middle of an answer.
+        """Tokenize text that a grammar requires, which may be in the middle of an answer.
 
-        The tokenizer's own ids are used if they spell exactly this text. Some tokenizers add a space before it.
+        The tokenizer's own ids are used if their bytes are exactly this text. Some tokenizers add a space before it;
+        then the longest matching tokens are used.
         """
         if not isinstance(text, str):
-            raise TypeError("text alone can be tokenized")
+            raise TypeError("only text can be tokenized")
         data = text.encode()
         (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
@@ -179,7 +184,7 @@ class _LibraryTokenizer:
         return digest.hexdigest()
 
     def bytes_without_token(self) -> bytes:
-        """Return the bytes of `_TEXT_BYTES` for which the vocabulary has no token of this one byte."""
+        """Return the bytes of `_TEXT_BYTES` that no token of the vocabulary consists of."""
         return bytes(byte for byte in _TEXT_BYTES if bytes([byte]) not in self._spelled)
 
     def _longest_first(self, data: bytes) -> list[int]:
@@ -196,7 +201,7 @@ class _LibraryTokenizer:
 
 
 def library_vocabulary(inner: Any, vocabulary: int, end_id: int) -> LibraryVocabulary:
-    """Return the grammar library's vocabulary for a model with `vocabulary` token ids. Takes up to a second.
+    """Build the grammar library's vocabulary of a tokenizer. This takes up to a second.
 
     Args:
         inner: a `tokenizers.Tokenizer`, as transformers opens it.
@@ -204,7 +209,7 @@ def library_vocabulary(inner: Any, vocabulary: int, end_id: int) -> LibraryVocab
         end_id: token that ends an answer.
 
     Raises:
-        VocabularyUnreadable: some text has no tokens, or the library refuses the vocabulary.
+        VocabularyUnreadable: some bytes of text have no token, or the library refuses the vocabulary.
     """
     from llguidance import LLTokenizer, TokenizerWrapper
 
@@ -224,28 +229,28 @@ def library_vocabulary(inner: Any, vocabulary: int, end_id: int) -> LibraryVocab
 
 
 def match_grammar(words: LLTokenizer, text: str) -> LLMatcher:
-    """Compile a grammar in the library's dialect of Lark. The caller must check `LLMatcher.is_error`."""
+    """Compile a grammar in the library's dialect of Lark to a matcher. The caller must check `LLMatcher.is_error`."""
     from llguidance import LLMatcher, LLParserLimits
 
     return LLMatcher(words, text, log_level=0, limits=LLParserLimits(verbose_errors=False))
 
 
 def allows(mask: NDArray[np.int32], token: int) -> bool:
-    """Return whether the mask of a position allows a token."""
+    """Return whether the mask of a position allows `token`."""
     return bool(int(mask[token // 32]) >> (token % 32) & 1)
 
 
 def allow_stops(mask: NDArray[np.int32], end_id: int, stop_ids: Set[int]) -> None:
-    """Allow all `stop_ids` in the mask of a position if it allows `end_id`."""
+    """Allow all `stop_ids` in the mask of a position if the mask allows `end_id`."""
     if allows(mask, end_id):
         for token in stop_ids:
             mask[token // 32] |= _BITS[token % 32]
 
 
 class GrammarGuide:
-    """Restriction of one choice to the tokens that a grammar allows: a `headrace_inference.engine.Guide`.
+    """Restriction of one choice to the tokens that a grammar allows. It implements `headrace_inference.engine.Guide`.
 
-    All `stop_ids` are allowed where the grammar allows `end_id`.
+    At positions where the grammar allows `end_id`, all `stop_ids` are allowed.
     """
 
     def __init__(self, matcher: LLMatcher, vocabulary: int, end_id: int, stop_ids: Set[int]) -> None:
@@ -270,7 +275,7 @@ class GrammarGuide:
     def error(self) -> str:
         if self._violated:
             return "the grammar does not allow a token that was sampled"
-        return "the grammar needs more than a step may take" if self._matcher.is_error() else ""
+        return "the grammar needs more work for one token than the library allows" if self._matcher.is_error() else ""
 
     def allowed(self) -> NDArray[np.int32]:
         self._matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)

@@ -1,1 +1,1 @@
-"""HTTP server of every service, and the checks of its callers."""
+"""HTTP server that every service uses, with protection against browsers' cross-site requests and slow clients."""

@@ -1,4 +1,4 @@
-"""Bounds on the open connections of a server and on the bytes of responses that wait for their clients.
+"""Limits on the open connections of a server, and on the bytes of responses that clients have not read yet.
 
 A client without a key could otherwise hold all file descriptors with idle connections, or the memory with responses
 that it does not read.
@@ -16,21 +16,20 @@ from headrace_runtime.process.logs import get_logger
 
 log = get_logger(__name__)
 UNREAD_BYTES_MAX = 256 << 20
-"""Bytes of responses that wait for their clients, of all connections of a server together. One response of a gateway
-has up to 64 MiB."""
+"""Maximum number of unread bytes of all responses of a server together. One response of a gateway has up to 64 MiB."""
 _CONNECTIONS_MIN, _CONNECTIONS_MAX = 64, 16_384
 _AUTHENTICATED = "headrace.authenticated"
 
 
 class Connection(Protocol):
-    """Connection of a client, as far as its bounds are concerned."""
+    """Connection that `ConnectionLimits` may close."""
 
     def abort(self) -> None:
         """Close the connection at once."""
 
 
 class ConnectionLimits:
-    """Open connections of one server, and which of them may be closed in favour of others."""
+    """Set of the open connections of one server, which decides which of them are closed when a limit is reached."""
 
     def __init__(self) -> None:
         self.connections_max = connections_max()
@@ -43,11 +42,11 @@ class ConnectionLimits:
         self._is_logged = False
 
     def open(self, connection: Connection) -> bool:
-        """Add a new connection, and return whether it may stay open.
+        """Register a new connection, and return whether it may stay open.
 
-        When there are as many connections as allowed, another one is closed for it: first idle ones whose client has
-        sent no valid key, then other idle ones, then those whose client does not read its response, each time the one
-        that has waited longest. If there is none of these, the new connection may not stay.
+        At the limit another connection is closed for it. Idle connections whose client sent no valid key come first,
+        then other idle ones, then those whose client does not read its response; in each group the one that has waited
+        longest. If there is none of these, the result is False.
         """
         if len(self._open) >= self.connections_max:
             candidates = next((connections for connections in (*self._idle, self._unread) if connections), None)
@@ -62,20 +61,21 @@ class ConnectionLimits:
         return True
 
     def rest(self, connection: Connection, *, has_key: bool) -> None:
-        """Note that a connection waits for a request of its client."""
+        """Record that a connection is idle: it waits for a request of its client."""
         if connection in self._open:
             self.resume(connection)
             self._idle[has_key][connection] = None
 
     def resume(self, connection: Connection) -> None:
-        """Note that a connection has a request in progress."""
+        """Record that a connection has a request in progress, so it is not idle."""
         for connections in self._idle:
             connections.pop(connection, None)
 
     def hold(self, connection: Connection, unread_bytes: int) -> None:
-        """Note that a response waits for its client.
+        """Record that `unread_bytes` of a response wait for the client to read them.
 
-        Beyond the limit the responses that have waited longest are given up.
+        If the responses of all connections together exceed the limit, the connections that have waited longest are
+        closed.
         """
         self.release(connection)
         while self._unread and self._unread_bytes + unread_bytes > UNREAD_BYTES_MAX:
@@ -86,11 +86,11 @@ class ConnectionLimits:
         self._unread_bytes += unread_bytes
 
     def release(self, connection: Connection) -> None:
-        """Record that no response on the connection waits to be read by the client any more."""
+        """Record that the client has read the response on the connection."""
         self._unread_bytes -= self._unread.pop(connection, 0)
 
     def close(self, connection: Connection) -> None:
-        """Remove a connection."""
+        """Remove a closed connection."""
         self._open.discard(connection)
         self.resume(connection)
         self.release(connection)
@@ -101,7 +101,8 @@ class ConnectionLimits:
 
 
 def connections_max() -> int:
-    """Return the number of connections that a server accepts: one for two file descriptors of the process."""
+    """Return the maximum number of connections of a server: half the number of file descriptors of the process, within
+    limits."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return _CONNECTIONS_MAX
@@ -109,7 +110,7 @@ def connections_max() -> int:
 
 
 def mark_authenticated(scope: Scope) -> None:
-    """Note that the request has a valid key, so that its connection is closed after those without one."""
+    """Record that the request has a valid key. Connections without one are closed first when the limit is reached."""
     scope.setdefault("state", {})[_AUTHENTICATED] = True
 
 

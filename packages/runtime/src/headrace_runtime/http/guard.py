@@ -1,20 +1,21 @@
-"""Checks of the other side of a connection: browsers that log in, web pages that send requests, and replicas that
-receive them.
+"""Security checks of HTTP connections: against cross-site requests of web pages, for the URLs of replicas, and the
+login with a browser.
 
-A browser can reach loopback from any page. So the middleware of all HTTP servers refuses unknown names in `Host` (DNS
-rebinding), and requests that another origin has caused, whether its page may read the response or not. The content type
-of a body must be JSON, which a form or a page without preflight cannot send. A service with pages of its own also
-accepts forms, but only with a header that proves that one of these pages sent it. Other clients (OpenAI's packages,
-AgentScope, Trinity, HelloAgents) send neither `Origin` nor `Sec-Fetch-Site`, and JSON as `application/json`.
+A web page of any site can send requests to loopback. So the middleware of all HTTP servers refuses unknown names in
+`Host` (DNS rebinding), and requests from pages of other origins, whether the page may read the response or not. The
+content type of a body must be JSON, which a form, or a page without a CORS preflight, cannot send. A service with pages
+of its own also accepts forms, but only with a header that proves that one of these pages sent it. Other clients
+(OpenAI's packages, AgentScope, Trinity, HelloAgents) send neither `Origin` nor `Sec-Fetch-Site`, and JSON as
+`application/json`.
 
-Every client that may write to the bus may write addresses to the topic `replicas`. So a replica signs its id and its
-URL with `security.internal_key`, and services call a URL only if the signature is valid or a setting permits the host.
-A copied heartbeat is harmless, because its URL is that of the replica that signed it.
+Each client that may write to the bus may write URLs to the topic `replicas`. So a replica signs its id and its URL with
+`security.internal_key`, and services call a URL only if the signature is valid or a setting permits the host. A copied
+heartbeat is harmless, because its URL is that of the replica that signed it.
 
-A browser cannot send a bearer token, but it asks for a password when a server requests HTTP Basic authentication
-(RFC 7617), and takes it from a URL such as `http://headrace:TOKEN@127.0.0.1:8003/v1/models`. Unlike a token in the
-query, that password is in no request line, no `Referer` and no redirect, and unlike a cookie the browser sends it to
-this port alone. The user name has no meaning. Only requests without an effect may log in this way.
+A browser cannot send a bearer token, but it asks for a password if a server requires HTTP Basic authentication (RFC
+7617), and it takes the password from a URL such as `http://headrace:TOKEN@127.0.0.1:8003/v1/models`. In contrast to a
+token in the query, that password is in no request line, no `Referer` and no redirect. In contrast to a cookie, the
+browser sends it to this port only. The user name is ignored. Only requests without an effect may log in this way.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _CHALLENGE = (b"www-authenticate", b'Basic realm="Headrace: the password is the 
 
 
 class Refusal(Exception):
-    """A refused request. The message names the header and its value, cut to 100 bytes."""
+    """Refusal of a request. The message names the header and its value, cut to 100 bytes."""
 
     def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
@@ -56,9 +57,8 @@ class Refusal(Exception):
 
 
 class WebGuard:
-    """Middleware against cross-site requests of browsers: it refuses requests of other sites' pages, and answers CORS
-    preflights of origins in `security.origins`.
-    """
+    """Middleware that refuses requests sent by web pages of other sites, and answers CORS preflights of origins in
+    `security.origins`."""
 
     def __init__(
         self, app: ASGIApp, settings: ServiceSettings, security: SecuritySettings, *, accepts_forms: bool = False
@@ -128,7 +128,8 @@ class WebGuard:
         return is_permitted_origin
 
     def _is_own(self, host: bytes) -> bool:
-        """Return whether the header `Host` has a known name or an address, which cannot be rebound."""
+        """Return whether the header `Host` is a known name of this service, or an IP address, which DNS rebinding
+        cannot forge."""
         match = _HOST.fullmatch(host.decode("latin-1"))
         name = match["name"].strip("[]") if match else ""
         if not name:
@@ -141,9 +142,9 @@ class WebGuard:
 
 
 def _require_own_page(headers: dict[bytes, bytes]) -> None:
-    """Raise `Refusal` unless the browser states that a page of this service sent the form.
+    """Check that the browser reports a page of this service as the sender of a form. Raises `Refusal`.
 
-    An `Origin` that differs from the host was refused already.
+    An `Origin` that differs from the host was refused before.
     """
     origin, site = headers.get(b"origin"), headers.get(b"sec-fetch-site")
     if site != b"same-origin" and (site is not None or not origin):
@@ -160,7 +161,7 @@ async def _answer(send: Send, refusal: Refusal) -> None:
 
 
 async def _answer_preflight(send: Send, origin: bytes, headers: dict[bytes, bytes]) -> None:
-    """Permit the announced request of a page. Its key is checked when it arrives."""
+    """Answer a CORS preflight with permission. The key of the actual request is checked when that request arrives."""
     allowed = [
         (b"access-control-allow-origin", origin),
         (b"access-control-allow-methods", b"GET, HEAD, POST, PUT, PATCH, DELETE"),
@@ -175,7 +176,7 @@ async def _answer_preflight(send: Send, origin: bytes, headers: dict[bytes, byte
 
 
 def _quote(value: bytes) -> str:
-    """Return a header's value for a message, cut and without control characters."""
+    """Return a header's value for a message: escaped, and cut to 100 bytes."""
     return ascii(value[:_SHOWN_MAX].decode("latin-1"))
 
 
@@ -184,18 +185,19 @@ _URL = re.compile(
     r"https?://(?P<host>[A-Za-z0-9](?:[A-Za-z0-9.-]{0,252}[A-Za-z0-9])?|\[[0-9A-Fa-f:.]{2,45}\])"
     r"(?::[0-9]{1,5})?(?:/[A-Za-z0-9._~/-]{0,256})?"
 )
-"""A URL that all HTTP clients parse alike, without user, query and escapes."""
+"""URL that all HTTP clients parse in the same way: without user, query and escapes."""
 _LOGGED_MAX = 1024
 
 
 def signed(replica: Replica, security: SecuritySettings) -> Replica:
-    """Return `replica` with its signature, which is empty without an internal key."""
+    """Return `replica` with the signature of its id and URL. The signature is empty without an internal key."""
     key = security.internal_key.get_secret_value()
     return replica.model_copy(update={"signature": _signature(replica, key) if key else ""})
 
 
 class ReplicaTrust:
-    """Check whether the URLs of heartbeats may be called. A refused URL is logged once for each replica."""
+    """Decides whether the URLs in heartbeats of replicas may be called. A refused URL is logged once for each
+    replica."""
 
     def __init__(self, security: SecuritySettings) -> None:
         self._key = security.internal_key.get_secret_value()
@@ -237,10 +239,10 @@ def _signature(replica: Replica, key: str) -> str:
 
 
 class BrowserLogin:
-    """Middleware that lets people log in with a browser: the password that they enter is their token.
+    """Middleware that lets people log in with a browser: they enter their token as the password.
 
-    The password of Basic authentication is passed on as a bearer token. A page that is refused with 401 makes the
-    browser open its login dialog.
+    The password of Basic authentication is passed on as a bearer token. After a response with status 401 the browser
+    opens its login dialog.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -262,7 +264,7 @@ class BrowserLogin:
 
 
 def _as_bearer(authorization: bytes) -> bytes:
-    """Return a bearer token for Basic credentials, and any other value unchanged."""
+    """Return the bearer token in an `Authorization` header with Basic credentials, or any other value unchanged."""
     scheme, _, credentials = authorization.partition(b" ")
     if scheme.lower() != b"basic":
         return authorization

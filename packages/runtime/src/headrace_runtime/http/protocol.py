@@ -1,8 +1,8 @@
 """uvicorn's HTTP/1.1 protocol with timeouts in both directions and without ambiguous requests.
 
-Requests of ambiguous length are refused (request smuggling, RFC 9112, section 6.1), and connections of clients that
-send too slowly (slowloris), or that read their response too slowly or not at all, are closed. `connections` bounds what
-the others hold.
+Requests of ambiguous length are refused, because they allow request smuggling (RFC 9112, section 6.1). The connections
+of clients that send too slowly (slowloris), or that read their response too slowly, are closed. `connections` limits
+the number of the other connections.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from headrace_runtime.http.connections import ConnectionLimits, is_authenticated
 
 HEADER_TIMEOUT_S = 10.0
-"""Time limit for the header of a request, from its first byte, or for the first request of a connection from the
-connection's start."""
+"""Seconds for the header of a request, from its first byte; for the first request from the beginning of the
+connection."""
 HEADER_BYTES_MAX = 16_384
-"""Largest header of a request. Clients with many cookies send up to 8 KiB."""
+"""Maximum size of a request's header. Clients with many cookies send up to 8 KiB."""
 BODY_TIMEOUT_S = 30.0
-"""Time limit for the body of a request to arrive. The largest one, 16 MiB, needs 4.5 Mbit/s."""
+"""Seconds for the body of a request to arrive. The largest body, 16 MiB, needs 4.5 Mbit/s."""
 _SMALL_CHUNKS_MAX = 1024
 _CHUNK_BYTES_MIN = 64
-"""Mean size of a body's chunks after the first 1,024. Each chunk takes 6 us of the event loop, whatever its size, so a
-body in chunks of one byte would block all other requests."""
+"""Minimum mean size of a body's chunks after the first 1,024 chunks. Each chunk takes 6 us of the event loop, whatever
+its size, so a body in chunks of one byte would block all other requests."""
 _GRACE_S = 1.0
-"""Additional time for the body, so that an application with its own timeout responds first."""
+"""Additional seconds for the body, so that an application with its own timeout responds first."""
 _LINGER_S = 1.0
 _READ_TIMEOUT_S = 120.0
-"""Time in which a client must read a byte of a response that waits for it. A stream would wait forever, and hold its
-place among the calls in progress."""
+"""Seconds within which a client must read at least one byte of a response that waits for it. Otherwise the stream would
+wait forever and count as a call in progress."""
 _RESPONSE_WAIT_S = 900.0
-"""Time for which a response may wait for its client in total. The largest one, 64 MiB, needs 0.6 Mbit/s."""
+"""Seconds for which a response may wait for its client in total. The largest response, 64 MiB, needs 0.6 Mbit/s."""
 _INTEGER = struct.Struct("i")
 _Waiting = Literal["header", "body"]
 
 
 class TimedProtocol(H11Protocol):
-    """uvicorn's protocol with timeouts, for its option `http`."""
+    """uvicorn's HTTP/1.1 protocol with timeouts, for uvicorn's option `http`."""
 
     def __init__(self, limits: ConnectionLimits, *positional: Any, **named: Any) -> None:
         super().__init__(*positional, **named)
@@ -76,7 +76,7 @@ class TimedProtocol(H11Protocol):
             self._refuse(503, "the service has as many connections as it accepts; try again later")
 
     def abort(self) -> None:
-        """Close the connection at once, without sending what waits for the client."""
+        """Close the connection at once. Bytes that wait for the client are discarded."""
         self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -115,7 +115,7 @@ class TimedProtocol(H11Protocol):
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """Respond to invalid HTTP with the matching status and reason, and close the connection."""
+        """Respond to an invalid request with the matching status and reason, and close the connection."""
         status, reason = self._strict.refusal or (400, msg)
         self._refuse(status, reason)
 
@@ -131,9 +131,9 @@ class TimedProtocol(H11Protocol):
         self._note_progress()
 
     def _note_progress(self) -> None:
-        """Report to the limits whether the connection is in use.
+        """Report to the connection limits whether the connection is idle.
 
-        It is in use by a response, and by a request that is complete or has a valid key.
+        It is in use while a response is being sent, and while a request is complete or has a valid key.
         """
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is not None and not self._has_key:
@@ -146,7 +146,7 @@ class TimedProtocol(H11Protocol):
             self._limits.rest(self, has_key=self._has_key)
 
     def _wait_for(self, part: _Waiting | None) -> None:
-        """Start the timeout for a part of the request, unless it is already running. None stops it."""
+        """Start the timeout for a part of the request, unless it is already running. With None stop the timeout."""
         if part == self._waiting:
             return
         self._waiting = part
@@ -165,7 +165,7 @@ class TimedProtocol(H11Protocol):
         self._refuse(408, f"the request's {part} took longer than {limit_s:g} s")
 
     def _watch_reader(self, unread_bytes: int) -> None:
-        """Close the connection if the client reads nothing of `unread_bytes` in time."""
+        """Start the timeout after which the connection is closed if the client has read none of its `unread_bytes`."""
         self._stop_unread_timer()
         seconds = min(_READ_TIMEOUT_S, max(0.0, _RESPONSE_WAIT_S - self._response_wait_s()))
         self._unread_timer = self.loop.call_later(seconds, self._check_reader, unread_bytes)
@@ -186,7 +186,8 @@ class TimedProtocol(H11Protocol):
             self._unread_timer = None
 
     def _unread_bytes(self) -> int:
-        """Return the number of bytes that the client has not received, those in the system's send queue included."""
+        """Return the number of bytes that the client has not received, including those in the operating system's send
+        queue."""
         queue = bytearray(_INTEGER.size)
         with contextlib.suppress(OSError):
             fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, queue)
@@ -221,9 +222,8 @@ class TimedProtocol(H11Protocol):
             cycle.message_event.set()
 
     def _linger(self) -> None:
-        """Close the connection after `_LINGER_S` seconds and not at once, because data that arrives at a closed socket
-        would discard the response.
-        """
+        """Close the connection after `_LINGER_S` seconds. If it were closed at once, data that still arrives would make
+        the system discard the response."""
         self._is_refused = True
         self._wait_for(None)
         self.transport.write_eof()
@@ -231,7 +231,7 @@ class TimedProtocol(H11Protocol):
 
 
 class _StrictConnection(h11.Connection):
-    """h11 connection that refuses requests of ambiguous length and headers over the limit, which h11 accepts."""
+    """h11 connection that refuses requests of ambiguous length and too large headers, which h11 accepts."""
 
     def __init__(self, header_bytes_max: int) -> None:
         super().__init__(h11.SERVER, header_bytes_max)
@@ -244,7 +244,7 @@ class _StrictConnection(h11.Connection):
         """Number and bytes of the chunks of the present body."""
 
     def next_event(self) -> Any:
-        """Return h11's next event, after checks that h11 omits.
+        """Return h11's next event after further checks.
 
         Raises:
             h11.RemoteProtocolError: the request is invalid, its length is ambiguous, or its header is too large.
@@ -268,9 +268,9 @@ class _StrictConnection(h11.Connection):
         names = [name for name, _ in request.headers]
         if b"transfer-encoding" in names:
             if b"content-length" in names:
-                raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
+                raise h11.RemoteProtocolError("the request has both Content-Length and Transfer-Encoding; send one")
             if request.http_version != b"1.1":
-                raise h11.RemoteProtocolError("Transfer-Encoding needs HTTP/1.1")
+                raise h11.RemoteProtocolError("the request has Transfer-Encoding, which needs HTTP/1.1")
         size = len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers)
         if size > self._header_bytes_max:  # h11 does not measure a header that arrives in one piece
             raise h11.RemoteProtocolError("too large", error_status_hint=431)

@@ -1,11 +1,11 @@
-"""HTTP server of every service: `/health`, `/metrics`, `/settings`, uvicorn inside the service's own event loop, and
-the counters of reward sources that scorer and judge show under `/sources`.
+"""HTTP server that every service uses: `/health`, `/metrics`, `/settings`, uvicorn inside the service's own event loop,
+and the counters of reward sources that scorer and judge return under `/sources`.
 
 uvicorn uses h11, because with httptools a request that offers `Upgrade: h2c` (every JDK HTTP client) loses its body
 (https://github.com/Kludex/uvicorn/issues/2722).
 
-The first failure of a reward source, the 10th, 100th and so on of consecutive failures, and its recovery are logged.
-Counts begin with the process; the metrics and the topic `rewards` have the history.
+Of consecutive failures of a reward source, the first, the 10th, 100th and so on are logged, and the first success after
+them. Counts begin with the process; the metrics and the topic `rewards` contain the history.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from headrace_schemas.values.text import closest, printable
 _BACKLOG = 2048
 _FIRST_HANDED_OVER = 3  # SD_LISTEN_FDS_START
 CheckResult = bool | str
-"""True if a check passes, otherwise False or the reason of the failure."""
+"""Result of a health check: True if it passes, otherwise False or the reason of the failure."""
 Check = Callable[[], CheckResult | Awaitable[CheckResult]]
 
 
@@ -60,7 +60,7 @@ def app(
     needs_disk: bool = True,
     notes: Mapping[str, Check] | None = None,
 ) -> Starlette:
-    """Create the application of a service with the common pages.
+    """Create the application of a service with the pages that all services have.
 
     `/health` responds 200 if all checks pass, otherwise 503 with the failed checks. With `common`, `/metrics` requires
     the internal key if one is set, because its labels name models, tenants' keys and replicas.
@@ -68,7 +68,7 @@ def app(
     Args:
         checks: the checks of the service's health.
         routes: the service's own routes.
-        common: the common settings. With them the disk of `data_dir` is checked, too.
+        common: the common settings. With them `/health` also checks the disk of `data_dir`.
         needs_disk: whether the service is unready if the disk check fails. Otherwise the reason is only reported.
         notes: further checks whose failures are reported but do not make the service unready.
     """
@@ -109,7 +109,7 @@ async def serve(
     *,
     accepts_forms: bool = False,
 ) -> AsyncIterator[int]:
-    """Serve `application` while the body runs, and yield the port. Afterwards open requests get a few seconds to end.
+    """Serve `application` while the body runs, and yield the port. On exit, open requests get a few seconds to end.
 
     Requests of web pages are refused (`guard`), except from origins and hosts that `security` names. With
     `accepts_forms`, forms of the application's own pages are accepted, and browsers are not asked for a password
@@ -168,7 +168,8 @@ def _listen(settings: ServiceSettings) -> socket.socket:
 
 
 def _take_inherited_socket(settings: ServiceSettings) -> socket.socket | None:
-    """Return the first socket that the process inherited, or None. Its own child processes do not inherit it."""
+    """Return the first socket that the process inherited, or None. Child processes of this process will not inherit
+    it."""
     if os.environ.get("LISTEN_PID") != str(os.getpid()) or int(os.environ.get("LISTEN_FDS", "0")) < 1:
         return None
     for name in ("LISTEN_PID", "LISTEN_FDS"):
@@ -184,7 +185,7 @@ def _take_inherited_socket(settings: ServiceSettings) -> socket.socket | None:
 
 
 def require_internal_key(request: Request, common: Common) -> None:
-    """Raise `Refused` if `security.internal_key` is set and the request does not contain it."""
+    """Check that the request contains `security.internal_key`, if that is set. Raises `Refused` 401."""
     expected = common.security.internal_key.get_secret_value()
     token = header_of(request, "authorization").removeprefix("Bearer ")
     if expected and not hmac.compare_digest(expected.encode(), token.encode()):
@@ -194,7 +195,7 @@ def require_internal_key(request: Request, common: Common) -> None:
 
 
 def header_of(request: Request, name: str) -> str:
-    """Return a header's value, decoded as in `headrace_schemas.values.ids`, or an empty string without the header."""
+    """Return a header's value as a text, decoded as in `headrace_schemas.values.ids`; empty without the header."""
     raw_name = name.lower().encode("ascii")
     return next((decode_name(value) for header, value in request.headers.raw if header == raw_name), "")
 
@@ -220,7 +221,7 @@ def parameters_of(request: Request, *names: str) -> dict[str, str]:
 
 
 class _StorableNames:
-    """Middleware that refuses a path or a query with NUL, because PostgreSQL raises an error for it in a lookup."""
+    """Middleware that refuses a path or a query with NUL, for which PostgreSQL would raise an error."""
 
     def __init__(self, application: ASGIApp) -> None:
         self._application = application
@@ -237,7 +238,7 @@ class _StorableNames:
 
 
 def _with_exact_paths(application: ASGIApp) -> ASGIApp:
-    """Return `application` with paths that are decoded as in `headrace_schemas.values.ids`."""
+    """Return `application` wrapped so that it gets paths decoded as in `headrace_schemas.values.ids`."""
 
     async def exact(scope: Scope, receive: Receive, send: Send) -> None:
         raw: bytes = scope.get("raw_path") or b""
@@ -270,7 +271,7 @@ async def _refusal_response(_request: Request, error: Exception) -> Response:
 
 
 def settings_route(service: str, settings: BaseModel, common: Common) -> Route:
-    """Return the route of the page, which requires the internal key if one is set."""
+    """Return the route `GET /settings`. It requires the internal key if one is set."""
 
     async def page(request: Request) -> Response:
         require_internal_key(request, common)
@@ -280,7 +281,8 @@ def settings_route(service: str, settings: BaseModel, common: Common) -> Route:
 
 
 def public_settings(settings: BaseModel) -> dict[str, JsonValue]:
-    """Return all settings by name, without values that are typed or named as secrets and without passwords in URLs."""
+    """Return all settings by name as JSON values. Secrets, by their type or their name, and passwords in URLs are
+    hidden."""
     values: dict[str, JsonValue] = settings.model_dump(mode="json")
     return {name: _without_secrets(name, value) for name, value in values.items()}
 
@@ -298,7 +300,8 @@ def _without_secrets(name: str, value: JsonValue) -> JsonValue:
 log = get_logger(__name__)
 _FINE = frozenset({"scored", "abstained"})
 _QUOTES = frozenset({"parse_error"})
-"""Outcomes whose reason quotes a model's text. The reason is not logged, because the log contains no text of runs."""
+"""Outcomes whose reason may quote a model's text. The reason is not logged, because logs must not contain text of
+runs."""
 RETRIED = "retried"
 _SOURCES_MAX = 256
 _ERROR_LENGTH_MAX = 2000
@@ -313,7 +316,7 @@ class _Source:
 
 
 class Sources:
-    """Counters of the outcomes of all reward sources of a service, each with its last error."""
+    """Counters of the outcomes of each reward source of a service, with the last error of each."""
 
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
@@ -325,7 +328,8 @@ class Sources:
             self._sources.setdefault(name, _Source())
 
     def note(self, name: str, outcome: str, reason: str | None) -> None:
-        """Count one outcome of a source: one of `Reward.outcome`, or `retried`."""
+        """Count one outcome of a source: a value of `Reward.outcome`, or `retried`. Log it if it is a first or a round
+        number of failures, or the first success after failures."""
         if name not in self._sources and len(self._sources) >= _SOURCES_MAX:
             self._sources.pop(next(iter(self._sources)))
         source = self._sources.setdefault(name, _Source())
@@ -343,7 +347,7 @@ class Sources:
             log.warning("source_fails", source=name, outcome=outcome, in_a_row=source.failing, error=error)
 
     def listed(self) -> SourceList:
-        """Return the state of each source."""
+        """Return the counters and the last error of each source."""
         return SourceList(
             data=tuple(
                 SourceState(

@@ -1,1 +1,1 @@
-"""Kafka clients: topics, consumers, producers, and the form of a record."""
+"""Kafka clients of the services: topics, consumers, producers, and the conversion of events to records."""

@@ -1,4 +1,5 @@
-"""Consumers without Faust: raw records, compacted topics as tables, offsets of partitions and consumer groups."""
+"""Consumers that do not use Faust: raw records, compacted topics as dictionaries, and offsets of partitions and
+consumer groups."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ E_co = TypeVar("E_co", bound=Event)
 
 
 def consumer(settings: BusSettings, client_id: str, **options: object) -> AIOKafkaConsumer:
-    """Return an aiokafka consumer without automatic commits, which reads from the earliest record.
+    """Create an aiokafka consumer that commits nothing by itself and begins at the earliest record.
 
-    It is not started.
+    The caller must start and stop it.
     """
     defaults: dict[str, object] = {
         **client_options(settings),
@@ -44,7 +45,7 @@ def consumer(settings: BusSettings, client_id: str, **options: object) -> AIOKaf
 
 
 def record_of(message: ConsumerRecord) -> Record:
-    """Convert a record of aiokafka to a `Record`."""
+    """Convert aiokafka's record to a `Record`."""
     return Record(
         message.topic,
         message.partition,
@@ -57,15 +58,15 @@ def record_of(message: ConsumerRecord) -> Record:
 
 
 async def assign_all(reader: AIOKafkaConsumer, topic: str) -> list[TopicPartition]:
-    """Assign all partitions of `topic` without a consumer group, and return them in order."""
+    """Assign all partitions of `topic` to the consumer without a consumer group, and return them in order."""
     partitions = await partitions_of(reader, topic)
     reader.assign(partitions)
     return partitions
 
 
 async def partitions_of(reader: AIOKafkaConsumer, topic: str) -> list[TopicPartition]:
-    """Return all partitions of `topic` in order. Raises `Unavailable` if the topic does not exist (yet)."""
-    # aiokafka 0.14 has no public method: `topics()` sends the same request but returns names alone,
+    """Return all partitions of `topic` in order. Raises `Unavailable` if the topic does not exist yet."""
+    # aiokafka 0.14 has no public method: `topics()` sends the same request but returns only names,
     # `partitions_for_topic` only has subscribed topics, and an admin client would need another connection.
     cluster = await reader._client.fetch_all_metadata()
     partitions = [TopicPartition(topic, number) for number in sorted(cluster.partitions_for_topic(topic) or ())]
@@ -75,7 +76,7 @@ async def partitions_of(reader: AIOKafkaConsumer, topic: str) -> list[TopicParti
 
 
 class TopicTable(Generic[E_co]):
-    """Compacted topic as a dictionary from key to newest event. The task `run` keeps it current."""
+    """Dictionary with the latest event of each key of a compacted topic. The task `run` keeps it current."""
 
     def __init__(
         self,
@@ -94,10 +95,10 @@ class TopicTable(Generic[E_co]):
             settings: the settings of the bus.
             client_id: the id of the Kafka client.
             blobs: the store of large events.
-            refuse: dead-letters a record that cannot be decoded, for example a `DeadLetterSender`.
-            changed: gets the key and the new event, or None for a removed key, after each change. It runs in the
-                event loop and must not block.
-            accepts: returns whether a valid event is applied. Otherwise its row stays unchanged.
+            refuse: function that dead-letters a record that cannot be decoded, for example a `DeadLetterSender`.
+            changed: function that is called with the key and the new event (None if removed) after each change, in the
+                event loop. It must not block.
+            accepts: function that returns whether a valid event is applied. Otherwise its row stays unchanged.
         """
         self._accepts = accepts
         self._event = event
@@ -111,7 +112,7 @@ class TopicTable(Generic[E_co]):
         """Set once all records that existed at the start have been read."""
 
     async def run(self) -> None:
-        """Read until cancelled, and reconnect when the bus is unavailable."""
+        """Read the topic until cancelled. After a failure of the bus, reconnect and continue."""
         while True:
             try:
                 await self._follow()
@@ -137,7 +138,8 @@ class TopicTable(Generic[E_co]):
             await reader.stop()
 
     async def _apply(self, record: Record) -> None:
-        """Apply one record. If `changed` or `accepts` raises, the record is refused like an undecodable one."""
+        """Apply one record. If `changed` or `accepts` raises, the record is dead-lettered like one that cannot be
+        decoded."""
         key = decode_name(record.key or b"")
         previous = self.rows.get(key)
         try:
@@ -169,7 +171,8 @@ class TopicTable(Generic[E_co]):
 
 
 async def _records(reader: AIOKafkaConsumer) -> AsyncIterator[Record | None]:
-    """Yield records as they arrive, and None after each poll, so that the caller can check its position."""
+    """Yield records as they arrive, and None after each poll, so that the caller can check whether the end was
+    reached."""
     while True:
         batches = await reader.getmany(timeout_ms=200, max_records=500)
         for messages in batches.values():
@@ -179,7 +182,7 @@ async def _records(reader: AIOKafkaConsumer) -> AsyncIterator[Record | None]:
 
 
 class Offsets:
-    """Connection to the bus that reads the end offsets of topics and the committed offsets of a consumer group.
+    """Connection to the bus for reading the end offsets of topics and the committed offsets of a consumer group.
 
     Call `start` before use. Methods raise `Unavailable` if the bus does not respond.
     """
@@ -200,7 +203,9 @@ class Offsets:
 
     async def start(self) -> None:
         """Connect to the bus."""
-        reader = consumer(self._bus, self._client, group_id=self._group)  # never subscribes, never joins
+        reader = consumer(
+            self._bus, self._client, group_id=self._group
+        )  # without a subscription it does not join the group
         try:
             await reader.start()
         except (KafkaError, OSError) as error:
@@ -215,7 +220,7 @@ class Offsets:
             self._reader = None
 
     async def ends(self, topic: str) -> Mapping[int, int]:
-        """Return the end offset of each partition of `topic`: that of the next record to be written."""
+        """Return the end offset of each partition of `topic`, which is the offset of the next record to be written."""
         try:
             end_offsets = await self._connected().end_offsets(await self._partitions_of(topic))
         except (KafkaError, OSError) as error:
@@ -223,8 +228,8 @@ class Offsets:
         return {partition.partition: offset for partition, offset in end_offsets.items()}
 
     async def starts(self, topics: Sequence[str]) -> Mapping[tuple[str, int], int]:
-        """Return the offsets at which the group will begin to read: its committed offsets, or those of the oldest
-        records."""
+        """Return, by topic and partition, the offset at which the group will begin to read: its committed offset, or
+        that of the oldest record."""
         try:
             starts: dict[tuple[str, int], int] = {}
             for topic in topics:

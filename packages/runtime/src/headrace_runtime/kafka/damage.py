@@ -1,4 +1,4 @@
-"""Skips damaged record batches: the consumer gets one record that describes the damage, and continues after the batch.
+"""Replacement of a class of aiokafka so that consumers skip damaged record batches and dead-letter them.
 
 aiokafka's own consumer, and Faust's on top of it, raise `CorruptRecordException` for a batch with a wrong checksum, and
 again at every further poll, because the position does not advance. Importing this module replaces the class that
@@ -30,7 +30,7 @@ _CORRUPT_RESPONSES = 3
 
 
 class Batches:
-    """Record batches of a fetch response: replacement of aiokafka's `MemoryRecords`.
+    """Record batches of a fetch response, in place of aiokafka's `MemoryRecords`.
 
     After an error in a batch, `resume` returns the offset at which the consumer continues.
     """
@@ -44,19 +44,20 @@ class Batches:
         return len(self._data)
 
     def has_next(self) -> bool:
-        """Return whether there is another batch. A batch that is cut at the end does not count (KIP-74)."""
+        """Return whether the response contains another complete batch. The last one may be cut (KIP-74); only the first
+        batch is returned if cut."""
         return self._next < len(self._data) and (self._next == 0 or self._is_complete(self._next))
 
     def next_batch(self) -> Any:
         self._at = self._next
         if not self._is_complete(self._at):
             self._next = len(self._data)
-            raise CorruptRecordException("its length is not that of a batch")
+            raise CorruptRecordException("the length in its header is not that of a batch")
         self._next = self._end(self._at)
         return MemoryRecords(self._data[self._at : self._next]).next_batch()
 
     def last_bytes(self) -> bytes:
-        """Return the first bytes of the last batch that was read."""
+        """Return the first bytes, at most `_KEPT_BYTES_MAX`, of the batch that was read last."""
         return self._data[self._at : self._next][:_KEPT_BYTES_MAX]
 
     def resume(self, position: int) -> int:
@@ -90,7 +91,8 @@ class Batches:
 
 
 class Unpacked(fetcher.PartitionRecords):  # type: ignore[misc]
-    """Replacement of aiokafka's `PartitionRecords` that continues after a damaged batch."""
+    """Iterator over the records of a fetch response, in place of aiokafka's `PartitionRecords`. It continues after a
+    damaged batch."""
 
     next_fetch_offset: int
 
@@ -113,7 +115,8 @@ class Unpacked(fetcher.PartitionRecords):  # type: ignore[misc]
 
 
 class _Client:
-    """Client of the fetcher that replaces repeated responses CORRUPT_MESSAGE by bytes that are no valid batch."""
+    """Client of aiokafka's fetcher that replaces repeated responses CORRUPT_MESSAGE by bytes that count as a damaged
+    batch."""
 
     def __init__(self, client: Any) -> None:
         self._client = client

@@ -1,4 +1,4 @@
-"""Dead letters: events with records that were refused permanently."""
+"""Dead letters: events that contain records which a service has refused permanently, with the reason."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _ERROR_LENGTH_MAX = 4096
 _NAME_LENGTH_MAX = 512
 _HEADER_LENGTH_MAX = 65_536
 _VALUE_BYTES_MAX = 1_572_864
-"""Maximum number of bytes of a value in a letter. The bus accepts only smaller records."""
+"""Maximum number of bytes of a record's value in a dead letter, because the bus refuses larger records."""
 
 
 @dataclass(frozen=True)
 class RefusedRecord:
-    """A record to be dead-lettered, with the function that builds its letter."""
+    """Record that will be dead-lettered, with the function that builds its dead letter."""
 
     record: Record
     tenant: str
@@ -39,22 +39,22 @@ class RefusedRecord:
 
     @cached_property
     def letter(self) -> DeadLetter:
-        """The dead letter, which is counted and logged once."""
+        """The dead letter. Building it at the first access counts and logs it once."""
         return self.write()
 
 
 def dead_letter(
     service: str, record: Record, reason: str, error: str, attempts: int = 1, event_id: str | None = None
 ) -> DeadLetter:
-    """Build the dead letter of a record, count it, and log its position without its content.
+    """Build the dead letter of a record, count it in the metrics, and log its position without its content.
 
-    This never raises: content that does not fit a letter is replaced or cut.
+    This never raises: content that does not fit a dead letter is replaced or cut.
 
     Args:
         service: the service that refuses the record.
         record: the record.
-        reason: a short, stable word.
-        error: the message for people.
+        reason: a short, stable identifier of the reason.
+        error: the message about the problem.
         attempts: the number of tries.
         event_id: the id of the event in the record, if it is valid. Otherwise the header `ce_id` is used.
     """
@@ -91,7 +91,8 @@ def _text(text: str | bytes) -> str:
 
 
 class DeadLetterSender:
-    """Sender of dead letters for services without the stream host. `folder` is the service's folder for sent ids."""
+    """Sender of dead letters for services that do not use Faust. `folder` is the service's folder, in which the ids of
+    sent letters are stored."""
 
     def __init__(self, service: str, producer: EventProducer, folder: Path | None = None) -> None:
         self._service = service
@@ -99,7 +100,8 @@ class DeadLetterSender:
         self._sent = NameFile(folder / "refused") if folder is not None else None
 
     async def __call__(self, record: Record, error: InvalidEvent) -> None:
-        """Send the dead letter of a record and wait until it is durable. Raises `Unavailable`."""
+        """Send the dead letter of a record, unless it was sent before, and wait until it is durable. Raises
+        `Unavailable`."""
         letter = dead_letter(self._service, record, error.reason, str(error))
         if self._sent is not None and letter.event_id in self._sent:
             return

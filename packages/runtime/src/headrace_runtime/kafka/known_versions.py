@@ -1,6 +1,6 @@
-"""Reader of the existing models and versions, and of the signals that the trainer of each model learns from.
+"""Reader of the existing models and versions, and of the feedback signals that the trainer of each model learns from.
 
-It reads the topics `checkpoints` and `routing`. Ingested trajectories are validated by it.
+It reads the topics `checkpoints` and `routing`. Ingested trajectories are checked against it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _CONFIG_BYTES_MAX = 4 << 20
 
 
 class KnownVersions:
-    """Existing models and versions as of the last record of `checkpoints` and `routing`.
+    """Models and versions that `checkpoints` and `routing` have announced so far.
 
     The task `run` keeps them current.
     """
@@ -50,9 +50,8 @@ class KnownVersions:
         self._routings = TopicTable(Routing, bus, client_id, blobs, refuse, self.routing)
 
     async def run(self) -> None:
-        """Follow the topics `checkpoints` and `routing`, so that the known models and versions stay current. It returns
-        only when cancelled.
-        """
+        """Follow the topics `checkpoints` and `routing` until cancelled, so that the models and versions stay
+        current."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._checkpoints.run())
             group.create_task(self._routings.run())
@@ -63,23 +62,25 @@ class KnownVersions:
         return self._checkpoints.loaded.is_set() and self._routings.loaded.is_set()
 
     def checkpoint(self, _key: str, event: Checkpoint | None) -> None:
-        """Add the version that an event of `checkpoints` announces, and its trainer's signals."""
+        """Add the version that an event of `checkpoints` announces, and the signals that its trainer learns from."""
         if event is not None:
             self._add_version(event.model, event.version, event.manifest, event.lineage)
             if event.learns is not None:
                 self._signals[event.model] = event.lineage, event.learns
 
     def signals_of(self, model: str, version: str) -> LearnedSignals | None:
-        """Return the signals that the trainer of `model` learns from in answers of `version`; None if not known.
+        """Return the signals that the trainer of `model` learns from in answers of `version`, or None if they are not
+        known.
 
-        They are not known for a version of another lineage, whose answers the trainer drops as `foreign_version`.
+        None is also returned for a version of another lineage, whose answers the trainer drops with the reason
+        `foreign_version`.
         """
         lineage, learns = self._signals.get(model, ("", None))
         own_lineage = self._versions.get(model, {}).get(version)
         return learns if own_lineage in (None, lineage) else None
 
     def routing(self, _key: str, event: Routing | None) -> None:
-        """Add the versions that an event of `routing` names."""
+        """Add the versions that an event of `routing` contains."""
         for served in event.serve if event is not None else ():
             assert event is not None
             self._add_version(event.model, served.version, served.manifest)
@@ -88,7 +89,7 @@ class KnownVersions:
                 self._add_version(event.model, version, None)
 
     async def models(self, model: str) -> KnownModels:
-        """Return all models and versions, with the vocabulary size of `model`.
+        """Return all models and versions, with the vocabulary size of `model` if it can be read.
 
         Raises:
             Unavailable: the topics have not been read to the end yet.
@@ -111,7 +112,7 @@ class KnownVersions:
     def _vocabulary(self, manifest: BlobRef) -> int | None:
         """Return the vocabulary size in the model's `config.json`, or None if it cannot be read.
 
-        A missing size is harmless, because the trainer checks token ids, too.
+        None is harmless, because the trainer checks token ids, too.
         """
         try:
             files = {file.path: file.blob for file in read_manifest(self._blobs, manifest).files}

@@ -1,4 +1,4 @@
-"""Idempotent producer of events, which waits for the acknowledgements of all in-sync replicas of the bus."""
+"""Idempotent producer of events, which waits until all in-sync replicas of the bus have acknowledged a record."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event
 
 _AT_A_TIME = 8
-"""Number of records after which other tasks run. aiokafka only queues records, so many of them would block the loop."""
+"""Number of records that are queued before other tasks run. aiokafka only queues a record, so many records would block
+the event loop."""
 
 
 class EventProducer:
-    """Connection to the bus. `send` returns once the record is durable; concurrent calls are possible.
+    """Producer for the events of one service. `send` returns once the record is durable. Concurrent calls are possible.
 
-    `source` is the `ce_source` of the events, for example `headrace/gateway`. Call `start` before use and `stop`, which
-    flushes, at the end.
+    `source` is the `ce_source` of the events, for example `headrace/gateway`. Call `start` before use, and at the end
+    `stop`, which sends all queued records.
     """
 
     def __init__(self, settings: BusSettings, source: str, blobs: BlobStore) -> None:
@@ -34,7 +35,7 @@ class EventProducer:
 
     @property
     def source(self) -> str:
-        """The `ce_source` of the events."""
+        """Value of `ce_source` in the envelopes of the events."""
         return self._source
 
     async def start(self) -> None:
@@ -56,15 +57,16 @@ class EventProducer:
         self._producer = producer
 
     async def stop(self) -> None:
-        """Flush and disconnect."""
+        """Send all queued records, and disconnect."""
         if self._producer is not None:
             await self._producer.stop()
             self._producer = None
 
     async def abandon(self) -> None:
-        """Disconnect without sending queued records.
+        """Disconnect, and discard the queued records.
 
-        aiokafka has no public method for this. Cancelling its sender first leaves no records for `stop` to flush.
+        aiokafka has no public method for this. Cancelling its sender task first leaves no records that `stop` would
+        send.
         """
         producer, self._producer = self._producer, None
         if producer is None:
@@ -79,15 +81,16 @@ class EventProducer:
     async def encode(
         self, event: Event, partition: int | None = None, *, after: Mapping[str, int] | None = None
     ) -> Outgoing:
-        """Return the record of an event without sending it. The arguments are those of `wire.encode`."""
+        """Encode an event as a record without sending it. The arguments are those of `wire.encode`."""
         return await encode(event, self._source, self._blobs, partition=partition, after=after)
 
     async def send(self, event: Event) -> None:
-        """Send an event. Raises `Unavailable` without an acknowledgement in time; the event may have been stored."""
+        """Send an event. Raises `Unavailable` if no acknowledgement arrives in time; the record may have been stored
+        nevertheless."""
         await self.send_raw([await self.encode(event)])
 
     async def send_raw(self, records: Iterable[Outgoing]) -> None:
-        """Send records, in order per partition, and wait for all acknowledgements. Raises as `send` does."""
+        """Send records, in order within each partition, and wait for all acknowledgements. Raises as `send` does."""
         if self._producer is None:
             raise Unavailable("the producer is not started")
         try:
@@ -104,7 +107,7 @@ class EventProducer:
             raise Unavailable(f"bus {self._settings.address}: {error!r}") from error
 
     async def partitions(self, topic: str) -> set[int]:
-        """Return the numbers of the topic's partitions."""
+        """Return the partition numbers of `topic`. Raises `Unavailable`."""
         if self._producer is None:
             raise Unavailable("the producer is not started")
         try:

@@ -1,6 +1,6 @@
-"""The bus as its clients see it: options of Kafka clients (address, login, encryption), and the topics.
+"""Options of Kafka clients (address, login, encryption), and creation of the topics.
 
-The topics are read from `headrace_schemas/topics.yaml` and created here. A producer never creates one implicitly.
+The topics are defined in `headrace_schemas/topics.yaml`. No topic is created implicitly by a producer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LOGIN_ERRORS = (
 
 
 def client_options(settings: BusSettings) -> dict[str, Any]:
-    """Return the options of an aiokafka client. Raises `OSError` if the certificate file cannot be read."""
+    """Return the connection options for an aiokafka client. Raises `OSError` if the certificate file cannot be read."""
     options: dict[str, Any] = {"bootstrap_servers": settings.address}
     if settings.tls:
         options["ssl_context"] = create_ssl_context(cafile=settings.ca_file or None)
@@ -57,7 +57,7 @@ def client_options(settings: BusSettings) -> dict[str, Any]:
 
 
 async def check_login(settings: BusSettings) -> None:
-    """Try to log in at the first address of the bus. A bus that does not respond is ignored.
+    """Try to log in at the first address of the bus. Return normally if the bus does not respond.
 
     Raises:
         SettingError: the bus refuses the login.
@@ -78,7 +78,7 @@ async def check_login(settings: BusSettings) -> None:
 
 
 def _is_unexpected(record: logging.LogRecord) -> bool:
-    """Return False for aiokafka's warning about a login without TLS, which the settings have chosen."""
+    """Return False for aiokafka's warning about a login without TLS, because the settings have chosen that."""
     return "in the clear" not in str(record.msg)
 
 
@@ -86,7 +86,7 @@ log = get_logger(__name__)
 
 
 class Topic(BaseModel):
-    """One topic of `headrace_schemas/topics.yaml`."""
+    """Definition of one topic in `headrace_schemas/topics.yaml`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -104,7 +104,7 @@ class Topic(BaseModel):
 
     @property
     def config(self) -> dict[str, str]:
-        """The topic configuration for Kafka."""
+        """Configuration of the topic, as Kafka's API expects it."""
         return {
             "cleanup.policy": self.cleanup,
             "retention.ms": str(self.retention_ms),
@@ -120,14 +120,14 @@ def catalogue() -> dict[str, Topic]:
 
 
 async def ensure(settings: BusSettings, names: tuple[str, ...] | None = None) -> None:
-    """Create missing topics, by default of all names, and wait until the bus lists them.
+    """Create the topics among `names` that do not exist, and wait until the bus lists them.
 
     Existing topics stay unchanged, because an operator may have changed their partitions or retention. A difference
     from `topics.yaml` is logged as a warning.
 
     Args:
         settings: the settings of the bus. This waits at most `start_timeout_s` for the bus.
-        names: the names of the topics.
+        names: the names of the topics, or None for all topics.
 
     Raises:
         SettingError: topics that are keyed by session have different numbers of partitions, or the login is refused.
@@ -149,7 +149,7 @@ async def ensure(settings: BusSettings, names: tuple[str, ...] | None = None) ->
 
 
 async def check(settings: BusSettings, timeout_s: float) -> None:
-    """Check that services can start with the present topics, without creating topics.
+    """Check that the existing topics are suitable for a start of the services. No topic is created.
 
     Raises:
         SettingError: topics that are keyed by session have different numbers of partitions, or the login is refused.
@@ -174,7 +174,7 @@ async def check(settings: BusSettings, timeout_s: float) -> None:
 
 
 async def _create_missing(settings: BusSettings, required: list[Topic]) -> list[str]:
-    """Create missing topics, and return their names."""
+    """Create the topics of `required` that do not exist, and return their names."""
     admin = AIOKafkaAdminClient(**client_options(settings), request_timeout_ms=10_000)
     await admin.start()
     try:
@@ -198,7 +198,8 @@ async def _create_missing(settings: BusSettings, required: list[Topic]) -> list[
 
 
 async def _check(admin: AIOKafkaAdminClient, settings: BusSettings, present: list[Topic], missing: list[Topic]) -> None:
-    """Raise `SettingError` for unequal numbers of partitions, and log other differences from `topics.yaml`."""
+    """Check that topics keyed by session have equal numbers of partitions, else raise `SettingError`. Log other
+    differences from `topics.yaml`."""
     if not present:
         return
     descriptions = await admin.describe_topics([topic.name for topic in present])

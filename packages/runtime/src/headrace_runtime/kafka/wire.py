@@ -1,11 +1,12 @@
-"""Conversion of events to Kafka records and back, with the envelope in headers and large values in the blob store.
+"""Conversion of events to Kafka records and back. The envelope is stored in headers, and large values in the blob
+store.
 
-The values in a JSON text are counted before it is parsed. A parser keeps the interpreter lock until it is done, and its
+The values in a JSON text are counted before it is parsed. A parser holds the interpreter lock until it is done, and its
 time depends on the number of values rather than on the bytes: 8 MB of one string take 20 ms, 8 MB of `{}` two seconds,
-even in a thread. An object or a list costs ten times as much as a number, in parsing and afterwards, so these are also
-counted separately.
+even in a thread. An object or a list costs ten times as much as a number, in parsing and afterwards, so objects and
+lists are also counted separately.
 
-Only Headrace's own services may use reserved sources of rewards. The check of a reward's producer is here, because all
+Some reward sources are reserved for Headrace's own services. This module checks the producer of a reward, because all
 consumers of rewards decode their records here.
 """
 
@@ -33,7 +34,7 @@ _STRING = rb'[^"\\]*+(?:\\.[^"\\]*+)*+'
 _REST = re.compile(_STRING + rb'(")?', re.DOTALL)
 _WHOLE_STRING = re.compile(rb'"' + _STRING + rb'"', re.DOTALL)
 _PORTION_BYTES = 262_144
-"""Bytes between two releases of the interpreter lock."""
+"""Number of bytes that are scanned before the interpreter lock is released for other threads."""
 
 
 def more_values_than(body: bytes, values_max: int, containers_max: int | None = None) -> bool:
@@ -70,24 +71,24 @@ def more_values_than(body: bytes, values_max: int, containers_max: int | None = 
 
 
 _REVISION_MAX = 1_000_000_000
-"""Highest revision of external producers, so that later revisions of a service still fit the database."""
+"""Highest revision that external producers may send, so that later revisions of a service still fit the database."""
 
 
 def check(reward: Reward, producer: str) -> None:
-    """Raise `InvalidEvent` if `producer`, the source of the envelope, must not give this reward."""
+    """Check that `producer`, the source in the envelope, may send this reward. Raises `InvalidEvent`."""
     service = reserved_producer(reward.source)
     if service is not None:
         if producer != f"headrace/{service}":
             text = f"source: {printable(reward.source)!r} is reserved for the {service}; use another source"
             raise InvalidEvent("reserved_source", text)
     elif reward.revision > _REVISION_MAX:
-        raise InvalidEvent("invalid_event", f"revision: {reward.revision} is more than {_REVISION_MAX}; count from 0")
+        raise InvalidEvent("invalid_event", f"revision = {reward.revision}: must be at most {_REVISION_MAX}")
 
 
 _MISSING_BLOB_WAIT_S = 2.0
-"""Time after which a new blob is visible in every store."""
+"""Seconds after which a new blob is visible in every kind of store."""
 UNKNOWN_TENANT = ""
-"""The common tenant of records without a tenant."""
+"""Name under which records without a tenant are counted together."""
 _TENANT_LENGTH_MAX = 512
 _PEEKED_BYTES_MAX = 1_048_576
 RawHeaders = tuple[tuple[str, bytes | None], ...]
@@ -95,7 +96,7 @@ RawHeaders = tuple[tuple[str, bytes | None], ...]
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A raw record from the bus."""
+    """Record read from the bus, not yet decoded."""
 
     topic: str
     partition: int
@@ -108,7 +109,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A record to send. With `partition` None the key determines the partition (murmur2, as in Kafka's own clients)."""
+    """Record to send. If `partition` is None, the key determines the partition (murmur2, as in Kafka's own clients)."""
 
     topic: str
     key: bytes
@@ -119,7 +120,7 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A valid event with its envelope and its record."""
+    """Decoded event with its envelope and its record."""
 
     event: Event
     envelope: Envelope
@@ -127,7 +128,7 @@ class Received:
 
     @property
     def identity(self) -> str:
-        """The id of the event, unique among all tenants. For the default tenant it is the event's own id.
+        """Id of the event, unique among all tenants. For the default tenant it is the event's own id.
 
         Callers choose parts of some ids, so events of two tenants may have the same id.
         """
@@ -144,7 +145,8 @@ class Received:
 
     @property
     def log_offset(self) -> int:
-        """The position among the records of its key: the offset, or the original offset of a retried dead letter."""
+        """Offset by which the record is ordered among those of its key: its own, or for a retried dead letter the
+        original one."""
         return self.record.offset if self.envelope.sequence is None else self.envelope.sequence
 
 
@@ -156,14 +158,15 @@ async def encode(
     partition: int | None = None,
     after: Mapping[str, int] | None = None,
 ) -> Outgoing:
-    """Return the record of `event` with the current trace context. A value over 256 KiB becomes a blob reference.
+    """Encode `event` as a record with the current trace context. A value over 256 KiB is stored as a blob and replaced
+    by a reference.
 
     Args:
         event: the event.
         source: the value of `ce_source`.
         blobs: the store of large values.
         partition: the partition, or None to derive it from the key.
-        after: see `Envelope.after`.
+        after: end offsets of topics that the envelope contains (see `Envelope.after`).
 
     Raises:
         Unavailable: the blob store does not respond.
@@ -178,7 +181,7 @@ async def encode(
 
 
 def tombstone(topic: str, key: str) -> Outgoing:
-    """Return the record that removes `key` from a compacted topic."""
+    """Return the record that deletes `key` from a compacted topic."""
     return Outgoing(topic, key.encode(), None, ())
 
 
@@ -188,7 +191,7 @@ async def decode(record: Record, blobs: BlobStore, *, topic: str | None = None) 
     Args:
         record: the record.
         blobs: the store of large values.
-        topic: the topic that defines the event type, if the record's own topic is a copy of it.
+        topic: the topic that determines the event type, if the record was read from a copy of that topic.
 
     Raises:
         InvalidEvent: the record can never become valid.
@@ -213,7 +216,7 @@ async def decode(record: Record, blobs: BlobStore, *, topic: str | None = None) 
 
 
 def tenant_of(item: Received | Record) -> str:
-    """Return the tenant in an event or in the value of a record, or `UNKNOWN_TENANT` without one."""
+    """Return the tenant of an event, or of the JSON value of a record, or `UNKNOWN_TENANT` without one."""
     if isinstance(item, Received):
         return str(getattr(item.event, "tenant", UNKNOWN_TENANT))
     try:
@@ -224,14 +227,16 @@ def tenant_of(item: Received | Record) -> str:
 
 
 class BatchDecoder:
-    """Decoder of the records of one batch. It waits once for missing blobs, because new blobs may appear late."""
+    """Decoder of the records of one batch. If blobs are missing, it waits once for all of them, because new blobs may
+    appear late."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._waited = False
 
     async def decode(self, record: Record, blobs: BlobStore, *, topic: str | None = None) -> Received:
-        """Decode a record as the function `decode` does, but raise `InvalidEvent` for a blob that stays missing."""
+        """Decode a record as the function `decode` does, but raise `InvalidEvent` for a blob that is still missing
+        after the wait."""
         try:
             return await decode(record, blobs, topic=topic)
         except MissingBlob:
@@ -245,7 +250,8 @@ class BatchDecoder:
 
 
 def _parse(model: type[Event], value: bytes, *, is_bounded: bool) -> Event:
-    """Parse an event. The number of values is checked unless Headrace's own services have bounded it."""
+    """Parse the JSON of an event. If `is_bounded`, a service of Headrace has already limited the number of values, and
+    it is not checked."""
     if not is_bounded and more_values_than(value, model.values_max, model.containers_max):
         text = (
             f"{model.type}: the record contains more than {model.values_max} JSON values, or more than "

@@ -1,1 +1,1 @@
-"""The process of a service: logs, signs of life, threads, and the programs that it starts."""
+"""Parts that every service process uses: logs, heartbeats, worker threads, and child processes."""

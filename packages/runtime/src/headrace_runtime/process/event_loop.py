@@ -30,28 +30,31 @@ from headrace_runtime.metrics import EVENT_LOOP_BLOCK_SECONDS
 
 INTERVAL_S = 0.25
 _WINDOW_S = 15.0
-"""The gauges report the longest block of the last one to two windows."""
+"""Seconds of one window. The gauges report the longest block of the last one to two windows."""
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 _SCHEDSTAT_BYTES_MAX = 128
 _thread = threading.local()
 """`schedstat`: the open statistics file of the thread, which is closed when the thread ends."""
 _SHORT_S = 0.005
-"""Delays up to this are recorded without subtracting the time that the thread waited for a core."""
+"""Blocks up to this many seconds are recorded without subtracting the time that the thread waited for a core."""
 _WAITED_AGE_S = 0.02
-"""Age at which the waiting time for a core is read again. Reading it in each iteration would cost too much."""
+"""Seconds after which the thread's waiting time for a core is read again. Reading it in each iteration would cost too
+much."""
 T = TypeVar("T")
 _LARGE_BYTES = 131_072
-"""Work on more bytes runs in a separate thread, so that it does not delay smaller work."""
+"""Work on more bytes runs in a thread of its own, so that it does not delay smaller work."""
 _REST, _REST_FROM_S, _REST_S_MAX = 2.0, 0.02, 5.0
-"""After work that took longer than `_REST_FROM_S`, the tenant's next work of that kind starts later by `_REST` times
-that duration while other tenants have requests, so that their work gets the interpreter lock in the meantime."""
+"""If work took longer than `_REST_FROM_S`, the same tenant's next work starts only after a pause of `_REST` times that
+duration, at most `_REST_S_MAX`, while other tenants have requests. Their work gets the interpreter lock in the
+meantime."""
 _COMPANY_S = 1.0
 _INLINE_BYTES_MAX = 32_768
-"""Work on more bytes would delay the event loop noticeably: parsing may take half a microsecond per byte."""
+"""Work on more bytes runs in a thread, because it would delay the event loop noticeably: parsing may take half a
+microsecond per byte."""
 
 
 class LoopWatch:
-    """Measures how long callbacks block an event loop, and exports it as gauges.
+    """Measurement of how long callbacks block an event loop, exported as gauges.
 
     `run` must run in the measured loop; `take` returns the measures to tests.
     """
@@ -66,14 +69,14 @@ class LoopWatch:
             EVENT_LOOP_BLOCK_SECONDS.labels(kind).set_function(self._longest(kind))
 
     async def run(self) -> None:
-        """Measure the loop until cancelled."""
+        """Measure the event loop until cancelled."""
         self._began_s, self._cpu_s, self._waited_s = time.monotonic(), time.thread_time(), waited_for_core_s()
         with _measure_selector(asyncio.get_running_loop(), self):
             while True:  # noqa: ASYNC110 (this is a timer and waits for no condition)
                 await asyncio.sleep(self._interval_s)
 
     def end_turn(self) -> None:
-        """Record the iteration that ends, before the loop waits for events."""
+        """Record the duration of the present iteration, just before the loop waits for events."""
         now_s = time.monotonic()
         wall_s, busy_s = now_s - self._began_s, 0.0
         if wall_s > self._windows["busy"][0]:  # otherwise its CPU time cannot be the longest either
@@ -86,14 +89,14 @@ class LoopWatch:
                 window[:] = [0.0, window[0]]
 
     def begin_turn(self, late_s: float) -> None:
-        """Record the delay of the selector's return, and begin an iteration."""
+        """Record the delay with which the selector returned, and begin the next iteration."""
         self._note_late(late_s)
         self._began_s, self._cpu_s = time.monotonic(), time.thread_time()
         if self._began_s - self._waited_at_s > _WAITED_AGE_S:
             self._waited_at_s, self._waited_s = self._began_s, waited_for_core_s()
 
     def take(self, kind: str = "busy") -> float:
-        """Return the longest block since the last call, in seconds. `kind` is `busy` or `late`."""
+        """Return the longest block since the last call of this method, in seconds. `kind` is `busy` or `late`."""
         longest = max(self._windows[kind])
         self._windows[kind][:] = [0.0, 0.0]
         return longest
@@ -111,7 +114,7 @@ class LoopWatch:
 
 
 class _MeasuredSelect:
-    """Replacement of the `select` of a loop's selector, which notifies the watches of that loop."""
+    """Replacement of the `select` method of a loop's selector, which informs the `LoopWatch` objects of that loop."""
 
     def __init__(self, select: Callable[[float | None], Any]) -> None:
         self._select = select
@@ -130,7 +133,7 @@ class _MeasuredSelect:
 
 @contextlib.contextmanager
 def _measure_selector(loop: asyncio.AbstractEventLoop, watch: LoopWatch) -> Iterator[None]:
-    """Measure the selector of `loop` for `watch` while the body runs. Several watches may share a selector.
+    """Measure the selector of `loop` for `watch` while the body runs. Several watches may measure one selector.
 
     asyncio has no public access to its selector. Loops without one, of other packages, are not measured.
     """
@@ -151,7 +154,7 @@ def _measure_selector(loop: asyncio.AbstractEventLoop, watch: LoopWatch) -> Iter
 
 
 async def watch_loop(work: Awaitable[None]) -> None:
-    """Run `work`, and measure its event loop in the meantime."""
+    """Run `work`, and meanwhile measure how long callbacks block its event loop."""
     watching = asyncio.create_task(LoopWatch().run(), name="loop-watch")
     try:
         await work
@@ -160,10 +163,10 @@ async def watch_loop(work: Awaitable[None]) -> None:
 
 
 def waited_for_core_s() -> float:
-    """Return the time that this thread has waited for a core in seconds, or 0 if the system does not report it.
+    """Return the seconds for which this thread has waited for a core so far, or 0 if the system does not report it.
 
-    The file stays open, because opening and closing it would release the interpreter lock two more times, and a loop
-    that competes with worker threads waits for the lock after each release.
+    The statistics file stays open, because opening and closing it would release the interpreter lock two more times,
+    and a loop that competes with worker threads waits for the lock after each release.
     """
     try:
         if not hasattr(_thread, "schedstat"):
@@ -174,7 +177,7 @@ def waited_for_core_s() -> float:
 
 
 async def run_off_loop(size_bytes: int, work: Callable[[], T]) -> T:
-    """Run `work` and return its result, in a thread of the default executor if it processes many bytes.
+    """Run `work` and return its result. Work on many bytes runs in a thread of the default executor.
 
     Args:
         size_bytes: the approximate number of bytes that `work` processes.
@@ -184,7 +187,7 @@ async def run_off_loop(size_bytes: int, work: Callable[[], T]) -> T:
 
 
 class _TenantTurns:
-    """Turns of tenants in one kind of worker threads: each tenant's tasks run one at a time.
+    """Locks by which the tasks of each tenant run one at a time in one kind of worker threads.
 
     After a long task the tenant pauses while other tenants work. So a tenant with many large bodies delays its own
     requests rather than those of others.
@@ -197,11 +200,11 @@ class _TenantTurns:
 
     @contextlib.asynccontextmanager
     async def take(self, tenant: str, has_other_tenants: Callable[[], bool]) -> AsyncIterator[None]:
-        """Wait for the tenant's turn, and keep it during the block. Only tenants with tasks or pauses use memory.
+        """Wait until the tenant's earlier tasks and its pause are over, and hold its lock during the block.
 
         Args:
             tenant: the tenant.
-            has_other_tenants: returns whether other tenants have work. Otherwise the tenant does not pause.
+            has_other_tenants: function that returns whether other tenants have work. If not, the tenant does not pause.
         """
         self._waiting[tenant] = self._waiting.get(tenant, 0) + 1
         try:
@@ -228,7 +231,8 @@ class _TenantTurns:
 
 
 class WorkerThreads:
-    """Worker threads of one service. The queue is not bounded; callers must bound the number of waiting requests."""
+    """Worker threads of one service for work of unbounded size. The queue is not bounded, so callers must bound the
+    number of waiting requests."""
 
     def __init__(self, threads: int, inline_bytes: int = 16_384) -> None:
         """Create the pool.
@@ -245,12 +249,12 @@ class WorkerThreads:
         """When each tenant last had work, for the tenants that were seen in the last second."""
 
     async def run(self, size_bytes: int, work: Callable[[], T], tenant: str | None = None) -> T:
-        """Run `work` and return its result.
+        """Run `work` and return its result, in the event loop or in a worker thread, depending on `size_bytes`.
 
         Args:
             size_bytes: the approximate number of bytes that `work` processes.
             work: the function to run.
-            tenant: the tenant whose request it is. Its larger work is done one after the other.
+            tenant: the tenant whose request needs the work. Its larger pieces of work run one after the other.
         """
         if tenant is not None:
             self._note(tenant)
@@ -275,11 +279,11 @@ class WorkerThreads:
             del self._seen_s[next(iter(self._seen_s))]
 
     def _has_other_tenants(self, tenant: str) -> bool:
-        """Return whether other tenants had work in the last second."""
+        """Return whether tenants other than `tenant` had work in the last second."""
         since_s = time.monotonic() - _COMPANY_S
         return any(name != tenant and seen_s > since_s for name, seen_s in self._seen_s.items())
 
     def close(self) -> None:
-        """Cancel waiting work. Running work continues to its end."""
+        """Cancel work that has not begun. Running work continues to its end."""
         self._small.shutdown(wait=False, cancel_futures=True)
         self._large.shutdown(wait=False, cancel_futures=True)

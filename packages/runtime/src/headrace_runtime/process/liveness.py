@@ -1,12 +1,12 @@
-"""Signs of life: heartbeats to the parent process, and names of lease holders, from which other processes detect that a
-holder is dead.
+"""Heartbeats of a process to its parent, and names of lease holders, by which other processes detect that a holder is
+dead.
 
-A supervisor kills and restarts a process that sends no heartbeat for long. The event loop itself sends them, so a
-blocked loop sends none. Long work runs in threads, but on an overloaded machine, or if a library keeps the interpreter
-lock, it can delay the loop nevertheless. So long work calls `progress` after each of its parts, from any thread, which
-sends a heartbeat, too. A part that never ends sends none.
+A supervisor kills and restarts a process that has sent no heartbeat for a certain time. The event loop sends the
+heartbeats, so a blocked loop sends none. Long work runs in threads, but on an overloaded machine, or if a library holds
+the interpreter lock, it can delay the loop nevertheless. So long work calls `progress` after each of its parts, from
+any thread, which sends a heartbeat, too. A part that never ends sends none.
 
-In contrast to HTTP responses, heartbeats also arrive under load. Only time in which the watcher itself runs counts as
+In contrast to HTTP responses, heartbeats also arrive under load. Only time in which the parent itself runs counts as
 silence.
 
 The name of a lease holder (`new_holder`) contains its process. By it, other processes on the same machine detect that
@@ -30,25 +30,25 @@ from pathlib import Path
 VARIABLE = "LIVENESS_FD"
 INTERVAL_S = 0.5
 _STATE, _STARTED = 0, 19
-"""Indices of fields of /proc/<pid>/stat, counted after the name of the program."""
+"""Positions of fields in /proc/<pid>/stat, counted after the name of the program."""
 
 
 class _Pipe:
-    """The pipe of this process. It is global like standard output, because work at any depth reports progress."""
+    """Pipe to the parent process. It is global like standard output, because work at any depth reports progress."""
 
     def __init__(self) -> None:
         self.descriptor: int | None = None
         self._written_s = 0.0
 
     def write(self) -> None:
-        """Send a heartbeat. A busy or missing reader is ignored."""
+        """Send a heartbeat. Errors of a full pipe or a missing reader are ignored."""
         if self.descriptor is not None:
             self._written_s = time.monotonic()
             with contextlib.suppress(OSError):
                 os.write(self.descriptor, b".")
 
     def progress(self) -> None:
-        """Send a heartbeat unless the last one is recent."""
+        """Send a heartbeat, unless one was sent less than half an interval ago."""
         if self.descriptor is not None and time.monotonic() - self._written_s >= INTERVAL_S / 2:
             self.write()
 
@@ -57,7 +57,7 @@ _PIPE = _Pipe()
 
 
 def progress() -> None:
-    """Report that long work has finished a part: a pass, a layer, some megabytes.
+    """Send a heartbeat because long work has finished a part, such as a pass, a layer or some megabytes.
 
     The call is cheap, and any thread may make it.
     """
@@ -65,7 +65,8 @@ def progress() -> None:
 
 
 def take_inherited_pipe(environ: MutableMapping[str, str]) -> int | None:
-    """Return the pipe that this process inherited, or None. Its own child processes do not inherit it."""
+    """Return the file descriptor of the pipe that this process inherited, or None. Child processes of this process will
+    not inherit it."""
     text = environ.pop(VARIABLE, "")
     if not text.isdecimal():
         return None
@@ -98,12 +99,13 @@ async def _beat() -> None:
 
 _READ_BYTES, _READS_MAX = 4096, 64
 _POLL_S_MAX = 4.0
-"""Maximum time between two polls that counts as silence. A longer time means that the watcher itself was stopped
-(SIGSTOP, a sleeping machine, a frozen container)."""
+"""Maximum seconds between two polls that count as silence. A longer time means that the watching process itself was
+stopped (SIGSTOP, a sleeping machine, a frozen container)."""
 
 
 class LivenessWatch:
-    """Watch of one process. Call `open` before each start of the process, `started` after it, and `poll` often."""
+    """Watch of the heartbeats of one child process. Call `open` before each start of the child, `started` after it, and
+    `poll` often."""
 
     def __init__(self) -> None:
         self.reading: int | None = None
@@ -118,21 +120,22 @@ class LivenessWatch:
         """Whether the process has closed the pipe, because it ends or does not use it."""
 
     def open(self) -> int:
-        """Open the pipe, and return the descriptor that the process must inherit as `liveness.VARIABLE`."""
+        """Open a pipe, and return the file descriptor that the child must inherit and find in the variable
+        `liveness.VARIABLE`."""
         self.close()
         self.reading, self._writing = os.pipe()
         os.set_blocking(self.reading, False)
         return self._writing
 
     def started(self, now_s: float) -> None:
-        """Begin to count silence, after the process has inherited the descriptor."""
+        """Begin to count silence. Call it after the child has inherited the file descriptor."""
         if self._writing is not None:
             os.close(self._writing)
             self._writing = None
         self._polled_s, self.silent_s, self.beats, self.ended = now_s, 0.0, False, False
 
     def poll(self, now_s: float) -> None:
-        """Read heartbeats and count the time since the last poll."""
+        """Read heartbeats, and add the time since the last poll to the silence if there are none."""
         self.silent_s += min(now_s - self._polled_s, _POLL_S_MAX)
         self._polled_s = now_s
         if self._read_heartbeats():
@@ -140,7 +143,7 @@ class LivenessWatch:
             self.note_sign_of_life()
 
     def note_sign_of_life(self) -> None:
-        """Reset the silence after a heartbeat or an HTTP response."""
+        """Reset the silence, after a heartbeat or an HTTP response."""
         self.silent_s = 0.0
 
     def close(self) -> None:
@@ -150,7 +153,7 @@ class LivenessWatch:
         self.reading = self._writing = None
 
     def _read_heartbeats(self) -> bool:
-        """Empty the pipe, and return whether it contained heartbeats."""
+        """Read all bytes of the pipe, and return whether there were any."""
         has_beaten = False
         if self.reading is not None:
             with contextlib.suppress(BlockingIOError):
@@ -163,12 +166,12 @@ class LivenessWatch:
 
 
 def new_holder() -> str:
-    """Return a new, unique name of this process as a lease holder."""
+    """Return a new, unique name by which this process can hold leases."""
     return "|".join((*_pid_scope(), str(os.getpid()), _start_ticks(os.getpid()) or "", uuid.uuid4().hex))
 
 
 def is_dead(holder: str) -> bool:
-    """Return whether the process of a lease holder is certainly dead; False if this process cannot determine it."""
+    """Return whether the process of a lease holder is certainly dead. False if this process cannot find out."""
     parts = holder.split("|")
     if len(parts) != 6 or tuple(parts[:3]) != _pid_scope() or not parts[3].isdigit():
         return False
@@ -214,14 +217,14 @@ def abandoned_folders(parent: Path, pattern: str) -> Iterator[Path]:
 
 
 def describe(holder: str) -> str:
-    """Return process id and machine of a lease holder for messages."""
+    """Return the process id and the machine of a lease holder, for messages."""
     parts = holder.split("|")
     return f"process {parts[3]} on {parts[0]}" if len(parts) == 6 else holder
 
 
 @cache
 def _pid_scope() -> tuple[str, str, str]:
-    """Return machine, boot and process namespace, within which a process id is unique."""
+    """Return host name, boot id and process namespace, within which a process id is unique."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return socket.gethostname(), boot, str(Path("/proc/self/ns/pid").readlink())
@@ -230,7 +233,8 @@ def _pid_scope() -> tuple[str, str, str]:
 
 
 def _start_ticks(pid: int) -> str | None:
-    """Return the start time of a process in the kernel's ticks, because process ids are reused.
+    """Return the start time of a process in clock ticks of the kernel, which distinguishes it from an earlier process
+    with the same id.
 
     The result is None for a dead process, and an empty string on systems without /proc.
     """

@@ -1,4 +1,5 @@
-"""Structured logs, one JSON object per line without user text, and the W3C trace context that they name.
+"""Structured logs, one JSON object per line and without text of users, and the W3C trace context that each line
+contains.
 
 https://www.w3.org/TR/trace-context/
 """
@@ -35,7 +36,7 @@ def _add_trace(_logger: WrappedLogger, _method: str, event: EventDict) -> EventD
 
 
 def _redact(redactor: Redactor) -> Processor:
-    """Return the processor that removes secrets and terminal control characters from all text.
+    """Return the log processor that removes secrets and terminal control characters from all text.
 
     It also covers tracebacks and messages of libraries. Only a traceback keeps its line breaks, so that no value can
     imitate a log line.
@@ -68,7 +69,7 @@ def _redact(redactor: Redactor) -> Processor:
 
 
 def configure(service: str, settings: LogSettings, secrets: Iterable[str] = ()) -> None:
-    """Send the logs of Headrace and of libraries through one renderer to stderr.
+    """Configure logging, so that the logs of Headrace and of libraries are written to stderr in one format.
 
     Must be called once, before logging.
     """
@@ -109,7 +110,7 @@ def get_logger(name: str) -> structlog.stdlib.BoundLogger:
 
 
 def current_traceparent() -> str | None:
-    """Return the `traceparent` of the work in progress."""
+    """Return the `traceparent` of the current task, or None outside of a trace."""
     return _current.get()
 
 
@@ -120,7 +121,8 @@ def trace_id() -> str | None:
 
 
 def child_span(parent: str | None) -> str:
-    """Return a new span of the trace of `parent`, or of a new trace if `parent` is None or malformed."""
+    """Return the `traceparent` of a new span in the trace of `parent`, or of a new trace if `parent` is None or
+    malformed."""
     match = _PATTERN.match(parent or "")
     trace = match.group(1) if match else os.urandom(16).hex()
     flags = match.group(3) if match else "01"
@@ -129,7 +131,8 @@ def child_span(parent: str | None) -> str:
 
 @contextlib.contextmanager
 def span(parent: str | None) -> Iterator[str]:
-    """Make a child span of `parent` the current one while the body runs. Logs and produced events contain it."""
+    """Make a child span of `parent` the current span while the body runs. Logs and produced events contain it. Yields
+    its `traceparent`."""
     value = child_span(parent)
     token = _current.set(value)
     try:

@@ -1,4 +1,4 @@
-"""Starts a child process that the kernel kills when its parent ends, even if the parent is killed.
+"""Script that starts a child process which the kernel kills when its parent ends, even if the parent is killed.
 
 Usage as a script: `python parent_death.py PARENT LISTENER COMMAND...`. It requests SIGKILL at the parent's death from
 Linux and then executes COMMAND. LISTENER is the descriptor of an open socket that COMMAND inherits, or -1 for none, by
@@ -16,13 +16,14 @@ _PR_SET_PDEATHSIG = 1
 _SIGKILL = 9
 _FIRST_HANDED_OVER = 3  # SD_LISTEN_FDS_START
 _LIVENESS = "LIVENESS_FD"
-"""Copy of `liveness.VARIABLE`, because this script must not import other modules."""
+"""Same value as `liveness.VARIABLE`, because this script must not import other modules."""
 
 
 def bound_to_parent(command: Sequence[str], listener: int | None = None) -> list[str]:
-    """Return a command line that runs `command` so that the kernel kills it when this process ends (on Linux only).
+    """Return a command line that runs `command` as a process which the kernel kills when this process ends (on Linux
+    only).
 
-    Start it from a thread that lives as long as the child should.
+    Start the command line from a thread that lives as long as the child should.
 
     Args:
         command: the command.

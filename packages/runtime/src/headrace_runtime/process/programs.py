@@ -1,4 +1,4 @@
-"""Programs that a service starts for a user, and services that run as filter programs.
+"""Programs of users that a service starts, and services that run as filter programs.
 
 A user's program (a gate, a tool, a reward function, an agent, another trainer) gets only the environment variables that
 every program needs and those that a setting names. An allowlist cannot leak an unknown secret, in contrast to a list of
@@ -46,7 +46,7 @@ _COMPUTE = (
     "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM", "RAY_ADDRESS",
 )  # fmt: skip
 INHERITED = frozenset((*_SYSTEM, *_LANGUAGE, *_PYTHON, *_COMPUTE))
-"""Names of the variables that every user's program inherits."""
+"""Names of the environment variables that each program of a user inherits."""
 
 
 def program_environment(
@@ -55,7 +55,7 @@ def program_environment(
     more: Mapping[str, str] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Return the environment for a user's program.
+    """Return the environment variables for a program of a user.
 
     Args:
         passed_on: Names of further variables that the program inherits.
@@ -70,14 +70,15 @@ def program_environment(
 FILES_MAX = 1024
 BYTES_MAX = 16 * 1024 * 1024
 _SUFFIXES = (".py", ".sh", ".js", ".mjs", ".ts", ".rb", ".pl")
-"""Suffixes of source files. Data and logs in a command are ignored, because a program may write them."""
+"""Suffixes of files that count as source code. Other files in a command are ignored, because a program may write
+them."""
 
 
 def program_digest(command: Sequence[str], folder: Path | None = None) -> str:
-    """Return the SHA-256 of a command and of the code that it runs in `folder`, by default the current one.
+    """Return the SHA-256 of a command and of the source code that it runs in `folder`, by default the current folder.
 
-    Import statements are followed within the folder of a script, and within `folder` for `-m`. A command without source
-    files has the digest of its words. At most 1,024 files and 16 MiB are included.
+    Import statements are followed within the folder of a script, and within `folder` for `-m`. For a command without
+    source files, the digest covers its words. At most 1,024 files and 16 MiB are included.
     """
     digest = hashlib.sha256(json.dumps(list(command)).encode())
     folder = (folder or Path()).absolute()
@@ -91,7 +92,7 @@ def program_digest(command: Sequence[str], folder: Path | None = None) -> str:
 
 
 def _sources(command: Sequence[str], folder: Path) -> dict[str, bytes]:
-    """Return the source files of a command by their paths relative to `folder`."""
+    """Return the content of the source files of a command, by path relative to `folder`."""
     sources: dict[str, bytes] = {}
     before = ""
     for word in command:
@@ -123,7 +124,8 @@ def _add_source(path: Path, base: Path, folder: Path, sources: dict[str, bytes])
 
 
 def _imported_modules(content: bytes, path: Path, base: Path) -> Iterator[list[str]]:
-    """Yield the modules that a file imports, by the parts of their names. Invalid Python yields no modules."""
+    """Yield the modules that a Python file imports, each as the parts of its dotted name. Invalid Python yields
+    none."""
     try:
         tree = ast.parse(content)
     except (SyntaxError, ValueError, RecursionError):
@@ -140,7 +142,7 @@ def _imported_modules(content: bytes, path: Path, base: Path) -> Iterator[list[s
 
 
 def _module_files(base: Path, parts: Sequence[str], *, main: bool = False) -> Iterator[Path]:
-    """Yield the files in `base` of a module and of the packages that contain it."""
+    """Yield the files in `base` that define a module and the packages that contain it."""
     if not all(part.isidentifier() for part in parts):
         return
     for end in range(1, len(parts) + 1):
@@ -153,10 +155,9 @@ _CHUNK_BYTES = 262_144
 
 
 def line_of(word: str, value: bytes) -> bytes:
-    """Return one line for a filter program, which reads its input line by line: `word`, a space, and the JSON text
-    `value`.
+    """Encode a line for a filter program: `word`, a space, and the JSON text `value`.
 
-    The word tells the program the kind of the value, and `parse_line` is the reverse.
+    The word names the kind of the value. `parse_line` is the inverse function.
     """
     return b"%s %s\n" % (word.encode(), value)
 
@@ -170,21 +171,21 @@ def parse_line(line: bytes) -> tuple[str, bytes]:
 
 
 class Lines:
-    """Input and output of a filter, by default standard input and output."""
+    """Reader and writer of the lines of a filter program, by default on standard input and standard output."""
 
     def __init__(self, source: BinaryIO | None = None, target: BinaryIO | None = None) -> None:
         self._source = source or sys.stdin.buffer
         self._target = target or sys.stdout.buffer
 
     async def read(self) -> AsyncIterator[tuple[str, bytes]]:
-        """Yield word and JSON of each line until the end of the input. Raises `ValueError` as `parse_line` does."""
+        """Yield word and JSON of each line until the input ends. Raises `ValueError` as `parse_line` does."""
         while chunk := await asyncio.to_thread(self._source.readlines, _CHUNK_BYTES):
             for line in chunk:
                 yield parse_line(line)
             self._target.flush()
 
     def write(self, word: str, value: bytes) -> None:
-        """Write a line. Blocks while the reader is slow."""
+        """Write a line. Blocks if the process that reads it is slow."""
         self._target.write(line_of(word, value))
 
     def flush(self) -> None:

@@ -1,1 +1,2 @@
-"""Settings of a service: their sections, the table that they are read from, and their description."""
+"""Settings of the services: their sections, the file and environment variables that they are read from, and their
+description."""

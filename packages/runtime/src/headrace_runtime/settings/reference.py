@@ -16,7 +16,8 @@ _BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusi
 
 
 class SettingDoc(BaseModel):
-    """Description of one setting. `name` is its dotted path. `default` is None if the setting has no default, too."""
+    """Description of one setting. `name` is its dotted path. `default` is None if there is no default, or if the
+    default is None."""
 
     name: str
     kind: str
@@ -27,11 +28,12 @@ class SettingDoc(BaseModel):
     description: str = ""
     tier: Tier = "tuning"
     shared: bool = False
-    """Whether the enclosing table has the setting, too. A settings file is rendered without it."""
+    """Whether the enclosing table has a setting of the same name. A settings file is generated without this one."""
 
 
 def describe(model: type[BaseModel], prefix: str = "", instance: BaseModel | None = None) -> Iterator[SettingDoc]:
-    """Yield the settings of a section, depth first, plain values before inner sections, which is the order of TOML.
+    """Yield the descriptions of the settings of a section, depth first, with plain values before inner sections, as
+    TOML requires.
 
     Args:
         model: the class of the section.
@@ -50,7 +52,7 @@ def describe(model: type[BaseModel], prefix: str = "", instance: BaseModel | Non
 
 
 def tier_of(model: type[BaseModel], name: str) -> Tier:
-    """Return the tier of a setting, by `Section.COMMON`, by a name that denotes a limit, or by `Section.TIER`."""
+    """Return the tier of a setting: from `Section.COMMON`, from a name that denotes a limit, or from `Section.TIER`."""
     if name in getattr(model, "COMMON", ()):
         return "common"
     return "limits" if _LIMIT.search(name) else getattr(model, "TIER", "tuning")
@@ -77,12 +79,13 @@ def _doc(name: str, field: FieldInfo, value: object, tier: Tier, shared: bool) -
 
 
 def _json_value(adapter: TypeAdapter[Any], value: object) -> Any:
-    """Return a default as JSON. The default of a secret setting is not secret."""
+    """Return a default as a JSON value, also for a secret setting, because defaults are not secret."""
     return value.get_secret_value() if isinstance(value, SecretStr) else adapter.dump_python(value, mode="json")
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """Summarise a JSON Schema: `integer ≥ 1`, `"json" or "console"`, `list of string; installed: helpfulness`."""
+    """Return a short description of a JSON Schema, such as `integer ≥ 1`, `"json" or "console"` or `list of string;
+    installed: helpfulness`."""
     if "enum" in schema:
         return " or ".join(f'"{value}"' if isinstance(value, str) else str(value) for value in schema["enum"])
     if "anyOf" in schema:

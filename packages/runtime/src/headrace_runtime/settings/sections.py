@@ -1,4 +1,4 @@
-"""Settings: one TOML file with a section per service, overridden by environment variables.
+"""Settings of the services: one TOML file with a section per service, overridden by environment variables.
 
     data_dir = ".headrace"
     [bus]
@@ -39,7 +39,8 @@ from headrace_runtime.settings import table as settings_table
 from headrace_schemas.values.text import closest
 
 SERVICES = ("broker", "gateway", "inference", "collector", "scorer", "judge", "trainer", "registry", "console")
-"""Headrace's own services. A container image has one of them, and its settings file has the sections of all."""
+"""Names of Headrace's own services. They are known even if they are not installed: a container image has only one of
+them, but its settings file has the sections of all."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 HostPattern = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9]([A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?)$")]
 """Name of a host without its port, an address without brackets, or `*.` and a domain. `*` matches any host."""
@@ -48,28 +49,31 @@ Origin = Annotated[str, Field(pattern=r"^https?://[A-Za-z0-9.\[\]:-]{1,255}$")]
 
 
 class Section(BaseModel):
-    """One table of the settings file. `headrace config` prints the docstrings of its fields."""
+    """Table of the settings file. `headrace config` prints the docstrings of its fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     COMMON: ClassVar[tuple[str, ...]] = ()
-    """Names of the settings in this section that users commonly set. `headrace config init` writes them."""
+    """Names of the settings in this section that most users set. `headrace config init` writes them."""
     TIER: ClassVar[Literal["tuning", "limits"]] = "tuning"
     """Tier of the other settings, except those whose names denote limits (`headrace_runtime.settings.reference`)."""
 
     FIXED: ClassVar[Mapping[str, str]] = {}
-    """Former settings with the value that is fixed now. A file that sets one of them is refused with this value."""
+    """Former settings, each with the value that is fixed now. A file that sets one of them is refused with a message
+    that states this value."""
     SHARED: ClassVar[tuple[str, ...]] = ()
-    """Names of the settings that the enclosing table has, too. Its value applies where this section sets none, and the
-    reference lists the setting there."""
+    """Names of settings that the enclosing table has, too. The enclosing table's value applies unless this section sets
+    another one."""
 
     @classmethod
     def announced(cls) -> Mapping[str, type[Section]]:
-        """Return the inner sections of installed packages by name. All their settings must have defaults."""
+        """Return the classes of the inner sections that installed packages add, by name. All their settings must have
+        defaults."""
         return {}
 
     def of(self, name: str) -> Section:
-        """Return the inner section that a package announces as `name`, by default with its default values."""
+        """Return the inner section `name` that a package adds. If the file has no such section, it has its default
+        values."""
         section = getattr(self, name, None)
         return section if isinstance(section, Section) else type(self).announced()[name]()
 
@@ -92,13 +96,14 @@ class Section(BaseModel):
 
 
 def _shared_values(section: object, enclosing: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of the enclosing table that apply to a section without values of its own."""
+    """Return the values of the enclosing table that apply to a section which does not set them itself."""
     names = section.SHARED if isinstance(section, type) and issubclass(section, Section) else ()
     return {name: enclosing[name] for name in names if name in enclosing}
 
 
 def _merge(default: object, value: Any) -> Any:
-    """Return the table `value` with the settings that only the section `default` sets, at every depth."""
+    """Return the table `value`, extended at every depth by the settings that the section `default` sets and `value`
+    does not."""
     if not isinstance(default, Section) or not isinstance(value, Mapping):
         return value
     defaults = {name: getattr(default, name) for name in default.model_fields_set if name not in value}
@@ -109,7 +114,7 @@ M = TypeVar("M", bound=Section)
 
 
 def complete(model: type[M]) -> type[M]:
-    """Return `model` with fields for the sections that installed packages announce, at every depth.
+    """Return `model` with additional fields for the inner sections that installed packages add, at every depth.
 
     Raises:
         PluginError: a package announces a name that the section already has.
@@ -130,16 +135,17 @@ def complete(model: type[M]) -> type[M]:
 
 @cache
 def _with(model: type[Section], inner: tuple[tuple[str, type[Section]], ...]) -> type[Section]:
-    """Return a subclass of a section's class to which plug-ins' inner sections were added as fields.
+    """Return a subclass of the section's class with the `inner` sections as additional fields.
 
-    Equal arguments give one class, so settings compare equal.
+    Equal arguments return the same class, so that settings can be compared.
     """
     fields: dict[str, Any] = {name: (section, _default_of(model, name, section)) for name, section in inner}
     return create_model(model.__name__, __base__=model, __module__=model.__module__, __doc__=model.__doc__, **fields)
 
 
 def _default_of(model: type[Section], name: str, section: type[Section]) -> Section:
-    """Return the default of the field `name` as a `section`, with the values that the field's present default sets."""
+    """Return the default of the field `name` as an instance of `section`, with the values that the field's present
+    default sets."""
     default = model.model_fields[name].default if name in model.model_fields else None
     set_fields = default.model_fields_set if isinstance(default, Section) else ()
     return section(**{field: getattr(default, field) for field in set_fields})
@@ -227,9 +233,10 @@ class SecuritySettings(Section):
 
 @dataclass(frozen=True, slots=True)
 class RefusalBounds:
-    """Refused records of a tenant beyond which its further refused records are held.
+    """Limits on the refused records of a tenant. Beyond them its further refused records are held (stored for a retry).
 
-    They are held after `run_max` in a row, or if more than `share_max` of its last `window` records were refused.
+    The limits are exceeded after `run_max` consecutive refused records (0 for no limit), or if more than `share_max` of
+    the tenant's last `window` records were refused.
     """
 
     run_max: int = 100
@@ -249,7 +256,7 @@ class DeadLetterSettings(Section):
 
     @property
     def bounds(self) -> RefusalBounds:
-        """The bounds that stream processors apply, without the class of the settings."""
+        """These limits in the form that stream processors use."""
         return RefusalBounds(self.run_max)
 
 
@@ -288,7 +295,8 @@ class Common(Section):
     _table: Mapping[str, Any] = PrivateAttr(default_factory=dict)
 
     def section_of(self, service: str, model: type[M]) -> M:
-        """Return the fields of `model` from the section of another service, with defaults for missing ones.
+        """Return those settings from the section of another service that are fields of `model`, with defaults for
+        missing ones.
 
         Raises:
             SettingError: a value is invalid.
@@ -313,7 +321,7 @@ S = TypeVar("S", bound=ServiceSettings)
 
 
 def load(service: str, model: type[S], path: Path | None, environ: Mapping[str, str] | None = None) -> tuple[Common, S]:
-    """Load the common settings and those of `service`.
+    """Load the common settings and those of `service` from a file and from environment variables.
 
     Args:
         service: the name of the service.
@@ -342,7 +350,7 @@ def load(service: str, model: type[S], path: Path | None, environ: Mapping[str, 
 
 
 def host_fits(host: str, pattern: str) -> bool:
-    """Return whether a host matches `pattern`: a name, `*`, or `*.` and a domain of the host."""
+    """Return whether `host` matches `pattern`: an equal name, `*`, or `*.` and a domain of the host."""
     host, pattern = host.lower().rstrip("."), pattern.lower()
     return pattern in ("*", host) or (pattern.startswith("*.") and host.endswith(pattern[1:]))
 
@@ -378,7 +386,7 @@ def _validate(model: type[M], table: object, prefix: str) -> M:
 
 
 def _section_at(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
-    """Return the section at `path`, or None if there is none."""
+    """Return the class of the section at `path`, or None if there is none."""
     for part in path:
         inner = getattr(model.model_fields.get(part), "annotation", None)
         if not (isinstance(inner, type) and issubclass(inner, BaseModel)):

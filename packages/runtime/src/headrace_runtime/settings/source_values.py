@@ -1,4 +1,4 @@
-"""Settings of the permitted values of reward sources, which both the scorer and the gateway enforce."""
+"""Settings of the permitted values of reward sources, which scorer and gateway enforce."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class SourceValues(Section):
         return self
 
     def violation(self, source: str, value: float | None) -> str | None:
-        """Return the reason why `source` must not give `value`, or None if it may."""
+        """Return a message about the range of `source` if `value` is outside of it, else None."""
         limits = first_match(self.ranges, source)
         if value is None or limits is None or limits[0] <= value <= limits[1]:
             return None

@@ -1,4 +1,5 @@
-"""The settings as a plain table: a TOML file, overridden by environment variables. Sections validate the values.
+"""Settings as a plain dictionary, read from a TOML file and overridden by environment variables, before sections
+validate them.
 
 `HEADRACE_GATEWAY__PORT=8100` overrides `gateway.port`. Services use the table through `settings`. The supervisor, which
 needs a few settings of the services, reads them from the table.
@@ -22,15 +23,15 @@ from headrace_schemas.values.text import decode_text, is_storable
 
 _INTEGER_MAX = 2**63 - 1
 _FILE_BYTES_MAX = 8 << 20
-"""Largest TOML file. One with 10,000 keys has 2 MB."""
+"""Maximum size of a TOML file in bytes. A file with 10,000 keys has 2 MB."""
 ENV_PREFIX = "HEADRACE_"
 CONFIG_VARIABLE = "HEADRACE_CONFIG"
 COMMAND_VARIABLES = frozenset({CONFIG_VARIABLE, "HEADRACE_WHO"})
-"""Options of the command `headrace`. Services ignore these variables, so that exporting them does no harm."""
+"""Variables that are options of the command `headrace`. Services ignore them, so exporting them does no harm."""
 
 
 def read(path: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the table of the file, empty without one, with the overrides from the environment.
+    """Return the settings as a table: those of the file `path` (none for None), overridden by those of the environment.
 
     Raises:
         SettingError: the file cannot be read, or a value is invalid.
@@ -44,7 +45,7 @@ def read(path: Path | None, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def override(table: dict[str, Any], variable: str, text: str) -> None:
-    """Set the value of an environment variable in the table."""
+    """Set the value `text` of an environment variable in `table`, at the path that the variable's name denotes."""
     path = variable.removeprefix(ENV_PREFIX).lower().split("__")
     value = value_of(path[-1], text)
     inner = table
@@ -56,12 +57,13 @@ def override(table: dict[str, Any], variable: str, text: str) -> None:
 
 
 def variable_of(name: str) -> str:
-    """Return the name of the environment variable that sets `name`."""
+    """Return the name of the environment variable that sets the setting `name`."""
     return ENV_PREFIX + name.upper().replace(".", "__")
 
 
 def value_of(name: str, text: str) -> Any:
-    """Parse `text` as TOML, or return it unchanged if it is no TOML or the value of a secret, which may be digits."""
+    """Parse the value of a setting as TOML. Text that is not TOML is returned unchanged, and so is the value of a
+    secret, which may consist of digits."""
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -73,7 +75,7 @@ def parse_toml(content: bytes) -> dict[str, Any]:
     """Parse the content of a TOML file, with or without a byte order mark.
 
     Raises:
-        ValueError: the content has another encoding or is no TOML. The message is a sentence without its subject.
+        ValueError: the content has another encoding or is not TOML. The message is a sentence without its subject.
     """
     text = decode_text(content)
     try:
@@ -85,9 +87,9 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file that a user has named, such as a settings file.
+    """Read and parse a TOML file that a user has named, such as a settings file.
 
-    A pipe could block for ever, and a device such as `/dev/zero` fill the memory.
+    Pipes and devices are refused, because reading them could block for ever or fill the memory.
 
     Raises:
         OSError: the file cannot be read, is no regular file, or is too large.
@@ -103,7 +105,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def check_plain(table: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise `SettingError` for a value that no setting accepts: not finite, beyond 64 bits, or text with NUL."""
+    """Check that no value is outside of what settings accept: not finite, beyond 64 bits, or a text with NUL. Raises
+    `SettingError`."""
     for name, value in table.items():
         _check_value(f"{prefix}{name}", value)
 
@@ -123,7 +126,7 @@ def _check_value(name: str, value: object) -> None:
 
 
 def check_numbers(model: type[BaseModel], table: object, prefix: str) -> None:
-    """Raise `SettingError` for true or false in place of a number, which pydantic would convert to 1 or 0."""
+    """Check that no number is given as true or false, which pydantic would convert to 1 or 0. Raises `SettingError`."""
     for name, value in table.items() if isinstance(table, Mapping) else ():
         field = model.model_fields.get(name)
         kinds = plain_types(field.annotation) if field else set()
@@ -138,7 +141,7 @@ def check_numbers(model: type[BaseModel], table: object, prefix: str) -> None:
 
 
 def plain_types(annotation: object) -> set[Any]:
-    """Return the types in an annotation: for `tuple[int, ...] | None` they include int."""
+    """Return the types in an annotation. For `tuple[int, ...] | None` they include `int`."""
     inner = [part for part in get_args(annotation) if part is not Ellipsis]
     if get_origin(annotation) is Literal:
         return {type(value) for value in inner}

@@ -1,1 +1,1 @@
-"""Storage of a service: blobs, database, versions, files."""
+"""Storage of the services: blobs, databases, versions of models, and files."""

@@ -1,4 +1,4 @@
-"""Base models out of single files: a file inside an installed package, and the conversion of a GGUF file.
+"""Base models from single files: a file inside of an installed package, and a GGUF file, which is converted.
 
 A GGUF file is converted once into `models/<name>-<digest>` of the data directory by a program of the trainer, in a
 process of its own. Its weights are stored in float32, so the folder is up to eight times as large as a file of four
@@ -35,13 +35,14 @@ PACKAGE = "package:"
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 _DIGEST_LENGTH = 12
 _GROWTH_MAX = 16
-"""Largest size of the converted weights as a multiple of the file: two bits a weight become 32."""
+"""Maximum size of the converted weights as a multiple of the file's size: two bits per weight become 32."""
 _WAIT_S = 1.0
 _ERROR_LENGTH = 1000
 
 
 def find_file(base: str) -> Path | None:
-    """Return the file or folder that `base` names in an installed package, or the GGUF file; None for other forms.
+    """Return the GGUF file that `base` names, or the file or folder that it names in an installed package; None for
+    other forms.
 
     Raises:
         SettingError: the package is not installed, or contains no such file.
@@ -52,17 +53,17 @@ def find_file(base: str) -> Path | None:
 
 
 def find_converted(source: Path, data_dir: Path) -> Path | None:
-    """Return the folder of a GGUF file that was converted before, or None. Blocks."""
+    """Return the folder to which a GGUF file was converted before, or None. Blocks."""
     folder = _converted_folder(source, digest_of(source)[0], data_dir)
     return folder if (folder / ORIGIN_FILE).is_file() else None
 
 
 def convert(base: str, source: Path, data_dir: Path) -> Path:
-    """Return the folder of a GGUF file in the data directory, which is converted if it was not yet. Blocks.
+    """Convert a GGUF file, unless that was done before, and return the folder in the data directory. Blocks.
 
     Args:
-        base: value of the setting.
-        source: the file.
+        base: the value of the setting `trainer.base`, for messages.
+        source: the GGUF file.
         data_dir: the data directory.
 
     Raises:
@@ -81,7 +82,7 @@ def convert(base: str, source: Path, data_dir: Path) -> Path:
         notes = _run_converter(base, source, draft)
         origin = {"file": source.name, "sha256": digest, **_package_of(base), **notes}
         (draft / ORIGIN_FILE).write_text(json.dumps(origin) + "\n", encoding="utf-8")
-        if not folder.exists():  # another process may have been faster
+        if not folder.exists():  # another process may have converted it at the same time
             draft.replace(folder)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -117,7 +118,8 @@ def _packaged_path(base: str) -> Path:
 
 
 def _package_of(base: str) -> dict[str, str]:
-    """Return name and version of the distribution that provides the package of `base`, if it names one."""
+    """Return name and version of the distribution that contains the package of `base`; an empty dict if `base` names no
+    package."""
     if not base.startswith(PACKAGE):
         return {}
     name = base.removeprefix(PACKAGE).partition("/")[0].partition(".")[0]
@@ -127,7 +129,7 @@ def _package_of(base: str) -> dict[str, str]:
 
 
 def _run_converter(base: str, source: Path, folder: Path) -> dict[str, str]:
-    """Run the trainer's conversion and return its notes about the model."""
+    """Run the trainer's conversion of a GGUF file as a child process. Return its notes about the model."""
     trainer = installed().get("trainer")
     if trainer is None:
         raise SettingError(SETTING, base, "a GGUF file is converted by the trainer; install headrace[local]")

@@ -1,4 +1,4 @@
-"""Base models by name: a folder, a file (`base_files`), or a repository of a model hub that is fetched once.
+"""Base models by name: a folder, a file (`base_files`), or a repository of a model hub that is downloaded once.
 
 A repository is named as `org/name` or `org/name@revision`. Its files are stored in `models/<org>--<name>/<commit>` of
 the data directory, together with the file `headrace_origin.json`, which names repository and commit. Versions contain
@@ -47,7 +47,7 @@ _REFUSED_STATUSES = (401, 403)
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """Name of a model on the hub, with a branch, a tag or a commit."""
+    """Name of a repository on the hub, with a branch, a tag or a commit."""
 
     name: str
     revision: str = _DEFAULT_BRANCH
@@ -57,9 +57,8 @@ class Repository:
 
     @classmethod
     def parse(cls, text: str) -> Repository | None:
-        """Parse a name like `owner/model` or `owner/model@revision`. Return None for a text of another form, for
-        example a path.
-        """
+        """Parse a text such as `owner/model` or `owner/model@revision`. Return None for a text of another form, for
+        example a path."""
         match = _NAME.fullmatch(text)
         if match is None or ".." in text or "--" in match["repository"]:
             return None
@@ -68,7 +67,7 @@ class Repository:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """File of a repository. `sha256` is None for small files, whose digest the hub does not publish."""
+    """File of a repository. `sha256` is None for small files, for which the hub publishes no digest."""
 
     path: str
     size: int
@@ -77,7 +76,7 @@ class RemoteFile:
 
 @dataclass(frozen=True, slots=True)
 class RemoteModel:
-    """Files of a repository's commit that belong to a model."""
+    """Files of one commit of a repository that belong to a model."""
 
     repository: Repository
     commit: str
@@ -90,13 +89,14 @@ class RemoteModel:
 
 
 def resolve(base: str, data_dir: Path) -> Path:
-    """Return the folder of a base model, which is converted or fetched from the hub if necessary. Blocks.
+    """Return the folder of a base model. A file is converted, and a model of the hub is downloaded, if that was not
+    done before. Blocks.
 
     An existing folder has precedence over a model of the hub.
 
     Raises:
-        SettingError: the base has none of the forms, does not exist, or cannot be used.
-        Unavailable: the hub does not answer, and the model was not fetched before.
+        SettingError: `base` has an unknown form, does not exist, or cannot be used.
+        Unavailable: the hub does not respond, and the model was not downloaded before.
     """
     if Path(base).is_dir():
         return Path(base)
@@ -137,7 +137,7 @@ def describe(repository: Repository) -> RemoteModel:
     names = [name for name in files if _belongs_to_a_model(name)]
     if not any(name.endswith(".safetensors") for name in names):
         raise SettingError(SETTING, str(repository), "has no weights in safetensors; convert the model first")
-    if _INDEX not in names and _WEIGHTS in names:  # the others are the same weights in another layout
+    if _INDEX not in names and _WEIGHTS in names:  # other files contain the same weights in another layout
         names = [name for name in names if name == _WEIGHTS or not name.endswith(".safetensors")]
     if not _COMMIT.fullmatch(str(info.sha)):  # it becomes the name of a folder
         commit = printable(str(info.sha), 80)
@@ -146,7 +146,7 @@ def describe(repository: Repository) -> RemoteModel:
 
 
 def fetch(model: RemoteModel, data_dir: Path) -> Path:
-    """Download a model into the data directory, unless this commit is there already. Blocks.
+    """Download a model into the data directory, unless this commit was downloaded before. Return its folder. Blocks.
 
     An interrupted download continues where it ended.
 
@@ -179,7 +179,8 @@ def fetch(model: RemoteModel, data_dir: Path) -> Path:
 
 
 def _files_in_index(model: RemoteModel, draft: Path) -> Iterator[RemoteFile]:
-    """Yield the files of the model. If it has an index, only those weights that the index names."""
+    """Yield the files of the model to download. If it has an index of weights, only weights that the index names are
+    included."""
     index = next((file for file in model.files if file.path == _INDEX), None)
     shards: set[str] | None = None
     if index is not None:
@@ -187,7 +188,7 @@ def _files_in_index(model: RemoteModel, draft: Path) -> Iterator[RemoteFile]:
         shards = _shards_of(draft / _INDEX, model.repository)
         if missing := sorted(shards - {file.path for file in model.files}):
             name = printable(missing[0], _ERROR_LENGTH)
-            raise SettingError(SETTING, str(model.repository), f"its index names {name}, which is not there")
+            raise SettingError(SETTING, str(model.repository), f"its index names {name}, which the repository lacks")
     for file in model.files:
         if file.path != _INDEX and (shards is None or file.path in shards or not file.path.endswith(".safetensors")):
             yield file
@@ -214,7 +215,8 @@ def _download(model: RemoteModel, file: RemoteFile, draft: Path) -> None:
 
 @contextmanager
 def hub_errors(repository: Repository, setting: str = SETTING) -> Iterator[Any]:
-    """Yield the module huggingface_hub, and turn its errors into `SettingError` about `setting`, or `Unavailable`."""
+    """Yield the module huggingface_hub. Convert its errors inside the context to a `SettingError` about `setting`, or
+    to `Unavailable`."""
     name = str(repository)
     try:
         import huggingface_hub as hub

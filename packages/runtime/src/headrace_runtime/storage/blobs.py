@@ -1,6 +1,7 @@
-"""Content-addressed storage at an fsspec URL: a folder by default, or an object store for several machines.
+"""Content-addressed storage (blob store) at an fsspec URL: a folder by default, or an object store if services run on
+several machines.
 
-A blob's name is its SHA-256. So writing it twice is harmless, and readers can check its content.
+The name of a blob is the SHA-256 of its content. So writing it twice is harmless, and readers can check its content.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ _PIECE_BYTES = 4 << 20
 
 
 class BlobStore:
-    """Blobs by digest, and small files by name: pointers, which can be replaced, and records, which cannot.
+    """Store of blobs, which are files named by their digest, and of small files with a name: pointers, whose content
+    can be replaced, and records, whose content cannot.
 
     Methods block. Asynchronous callers use `aput` and `aget`.
     """
 
     def __init__(self, url: str) -> None:
-        """Open the store at `url`.
+        """Open the store at `url`. The URL may name a folder that does not exist yet.
 
         Percent escapes of a `file://` URL are decoded. References have fsspec's form, which has no escapes.
         """
@@ -59,11 +61,11 @@ class BlobStore:
 
     @classmethod
     def open(cls, common: Common) -> BlobStore:
-        """Open the store of the settings, by default the folder `blobs` under `data_dir`."""
+        """Open the store that the settings name, by default the folder `blobs` in `data_dir`."""
         return cls(common.blobs.url or (common.data_dir.absolute() / "blobs").as_uri())
 
     def ref(self, data: bytes) -> BlobRef:
-        """Return the reference that `put` would return, without storing the data."""
+        """Return the reference that `put` would return for `data`, without storing it."""
         return self._ref(hashlib.sha256(data).hexdigest(), len(data))
 
     def file_ref(self, path: Path) -> BlobRef:
@@ -71,7 +73,7 @@ class BlobStore:
         return self._ref(*digest_of(path))
 
     def put(self, data: bytes) -> BlobRef:
-        """Store a blob atomically and return its reference. Raises `Unavailable`."""
+        """Store `data` as a blob atomically, and return its reference. Raises `Unavailable`."""
         ref = self.ref(data)
         path = self._path(ref.sha256)
         try:
@@ -82,7 +84,7 @@ class BlobStore:
         return ref
 
     def put_file(self, path: Path, *, move: bool = False) -> BlobRef:
-        """Store a file as a blob and return its reference, with at most a piece of the file in memory.
+        """Store a file as a blob, and return its reference. At most a piece of the file is in memory at a time.
 
         Args:
             path: the file.
@@ -103,7 +105,7 @@ class BlobStore:
         return ref
 
     def get(self, ref: BlobRef) -> bytes:
-        """Fetch and check the content of a blob. Of a blob that is larger than `ref.size`, one more byte is read.
+        """Read the content of a blob, of a larger one at most `ref.size` + 1 bytes, and check it against its digest.
 
         Raises:
             CorruptBlob: the content does not match `ref`.
@@ -121,10 +123,10 @@ class BlobStore:
         return data
 
     def get_file(self, ref: BlobRef, path: Path) -> None:
-        """Fetch a blob into a file, with at most a piece of it in memory.
+        """Copy a blob to the file `path` and check it against its digest. At most a piece of it is in memory at a time.
 
-        On the disk of a store that is a folder, the file is the blob itself under a second name, read-only: it takes
-        no room, and the caller must not change it. If this raises as `get` does, there is no file.
+        If the store is a folder on the same disk, `path` becomes a read-only hard link to the blob: it takes no space,
+        and the caller must not change it. Raises as `get` does, and then leaves no file.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -139,15 +141,16 @@ class BlobStore:
             raise
 
     def shares_disk_with(self, folder: Path) -> bool:
-        """Return whether `get_file` takes no room in `folder`, because it links blobs instead of copying them."""
+        """Return whether `get_file` takes no space in `folder`, because it links blobs there instead of copying
+        them."""
         return self._local and Path(self._root).exists() and Path(self._root).stat().st_dev == folder.stat().st_dev
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Path]:
-        """Yield a temporary folder for files that become blobs (`put_file`), on the disk of the store if it is a
-        folder.
+        """Yield a temporary folder for files that will be stored with `put_file`. If the store is a folder, it is on
+        the same disk.
 
-        `remove_scratch` removes the folders of killed processes.
+        `remove_scratch` removes such folders of killed processes.
         """
         if not self._local:
             with tempfile.TemporaryDirectory(prefix="headrace-blobs-") as name:
@@ -164,9 +167,9 @@ class BlobStore:
             shutil.rmtree(folder, ignore_errors=True)
 
     def space_problem(self, next_bytes: int, free_bytes_min: int | None) -> str | None:
-        """Return the reason why `next_bytes` should not be stored now (`disk.problem`), or None if they may be. Blocks.
+        """Return a message if the disk has too little space for `next_bytes` (see `disk.problem`), else None. Blocks.
 
-        The result is always None for a store that is not a folder.
+        For a store that is not a folder, the result is always None.
         """
         if not self._local:
             return None
@@ -174,12 +177,14 @@ class BlobStore:
         return disk.problem(Path(self._root), free_bytes_min, next_bytes=next_bytes)
 
     def remove_scratch(self) -> None:
-        """Remove the folders of `scratch` of all processes. No process may be using one."""
+        """Remove the folders that `scratch` created in all processes. Call it only while no process uses such a
+        folder."""
         if self._local:
             shutil.rmtree(Path(self._root) / _SCRATCH, ignore_errors=True)
 
     def holds(self, ref: BlobRef) -> bool:
-        """Return whether the store has a blob of this digest and size, without reading it. Raises `Unavailable`."""
+        """Return whether the store has a blob of this digest and size, without reading its content. Raises
+        `Unavailable`."""
         try:
             return bool(self._fs.info(self._path(ref.sha256))["size"] == ref.size)
         except FileNotFoundError:
@@ -192,21 +197,21 @@ class BlobStore:
         self._remove(self._path(ref.sha256))
 
     def digests(self) -> Iterator[str]:
-        """Yield the digests of all blobs."""
+        """Yield the digests of all blobs in the store."""
         for path in self._fs.find(f"{self._root}/sha256"):
             name = PurePosixPath(path).name
             if len(name) == 64:
                 yield name
 
     def set_pointer(self, name: str, data: bytes) -> None:
-        """Atomically replace the small mutable file `pointers/<name>`. Raises `Unavailable`."""
+        """Atomically replace the content of the small file `pointers/NAME`. Raises `Unavailable`."""
         try:
             self._write(f"{self._root}/pointers/{name}", data)
         except OSError as error:
             raise self._write_error(error) from error
 
     def pointer(self, name: str) -> bytes | None:
-        """Return the content of `pointers/<name>`, or None if it does not exist. Raises `Unavailable`."""
+        """Return the content of `pointers/NAME`, or None if the file does not exist. Raises `Unavailable`."""
         path = f"{self._root}/pointers/{name}"
         try:
             data: bytes = self._fs.cat_file(path)
@@ -217,12 +222,12 @@ class BlobStore:
         return data
 
     def create(self, name: str, data: bytes) -> bool:
-        """Create `pointers/<name>` unless it exists, and return whether it was created.
+        """Create `pointers/NAME` unless it exists, and return whether it was created.
 
         If several callers create it at the same time, exactly one gets True.
 
         Raises:
-            SettingError: the store does not support this.
+            SettingError: the store cannot create a file only if it does not exist.
             Unavailable: the store does not respond. The file may have been created nevertheless.
         """
         self._exclusive()
@@ -232,7 +237,8 @@ class BlobStore:
             raise Unavailable(f"blob store {self.url}: {error}") from error
 
     def check_exclusive(self) -> None:
-        """Check that `create` works. Raises `SettingError` if a second call replaces the file, or `Unavailable`."""
+        """Check that `create` never replaces a file in this store. Raises `SettingError` if it does, or
+        `Unavailable`."""
         name = f"probe/{uuid.uuid4().hex}"
         self.create(name, b"1")
         is_created_again = self.create(name, b"2")
@@ -242,27 +248,27 @@ class BlobStore:
             raise self._not_exclusive("replaced a file that must only be created if it does not exist")
 
     def pointers(self, folder: str) -> list[str]:
-        """Return the names of the files directly in `pointers/<folder>/`, sorted. Raises `Unavailable`."""
+        """Return the sorted names of the files directly in `pointers/FOLDER/`. Raises `Unavailable`."""
         return [name for name, kind in self._names(f"{self._root}/pointers/{folder}") if kind == "file"]
 
     def remove_pointer(self, name: str) -> None:
-        """Remove `pointers/<name>` if it exists. Raises `Unavailable`."""
+        """Remove `pointers/NAME` if it exists. Raises `Unavailable`."""
         self._remove(f"{self._root}/pointers/{name}")
 
     def area(self, name: str) -> BlobStore:
-        """Return a separate store within this one. `remove_area` removes its content."""
+        """Return a separate store in the subfolder `areas/NAME` of this one. `remove_area` removes its content."""
         inner = copy.copy(self)
         inner._root = f"{self._root}/areas/{name}"
         return inner
 
     def areas(self, folder: str) -> list[str]:
-        """Return the sorted names of the areas (one folder per owner of a lineage) in `folder`. Raises
-        `Unavailable`.
-        """
+        """Return the sorted names of the separate stores in `areas/FOLDER/` (one for each owner of a lineage). Raises
+        `Unavailable`."""
         return [name for name, kind in self._names(f"{self._root}/areas/{folder}") if kind == "directory"]
 
     def remove_area(self, name: str) -> None:
-        """Remove the content of an area. Files that are added concurrently may stay. Raises `Unavailable`."""
+        """Remove the content of the separate store NAME. Files that are added at the same time may remain. Raises
+        `Unavailable`."""
         try:
             self._fs.rm(f"{self._root}/areas/{name}", recursive=True)
         except FileNotFoundError:
@@ -273,7 +279,8 @@ class BlobStore:
             raise Unavailable(f"blob store {self.url}: {error}") from error
 
     def _has_content(self) -> bool:
-        """Return whether the store has content. A folder that is not mounted or a missing bucket has none."""
+        """Return whether the store contains any file. If not, its folder may not be mounted, or its bucket may be
+        missing."""
         try:
             return bool(self._fs.exists(self._root)) and bool(self._fs.ls(self._root, detail=False))
         except OSError:
@@ -287,7 +294,8 @@ class BlobStore:
 
     @contextlib.contextmanager
     def _translate_errors(self, ref: BlobRef, folder: Path | None = None) -> Iterator[None]:
-        """Translate the exceptions of a fetch. `folder` is the folder to which the blob is written."""
+        """Convert exceptions of reading a blob to `MissingBlob`, `DiskFull` or `Unavailable`. `folder` is the folder to
+        which the blob is copied, or None."""
         try:
             yield
         except FileNotFoundError as error:
@@ -322,7 +330,8 @@ class BlobStore:
             raise Unavailable(f"blob store {self.url}: {error}") from error
 
     def _names(self, folder: str) -> list[tuple[str, str]]:
-        """Return names and kinds of the entries of a folder without drafts, or an empty list if it does not exist."""
+        """Return name and kind of the entries of a folder, without temporary files; an empty list if the folder does
+        not exist."""
         try:
             entries = _list_folder(folder) if self._local else self._fs.ls(folder, detail=True)
         except FileNotFoundError:
@@ -373,7 +382,7 @@ class BlobStore:
 
 
 def digest_of(path: Path) -> tuple[str, int]:
-    """Return SHA-256 and size of a file. It is read in pieces, and each reports `liveness.progress`."""
+    """Return the SHA-256 and the size of a file. Reading each piece of it reports progress to `liveness`."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(_PIECE_BYTES):
@@ -383,6 +392,7 @@ def digest_of(path: Path) -> tuple[str, int]:
 
 
 def _list_folder(folder: str) -> list[dict[str, str]]:
-    """List a folder in fsspec's form. fsspec itself fails if a file is removed meanwhile, such as a renamed draft."""
+    """List a folder in fsspec's format. fsspec's own function fails if a file is removed at the same time, for example
+    a temporary file."""
     with os.scandir(folder) as entries:
         return [{"name": entry.name, "type": "directory" if entry.is_dir() else "file"} for entry in entries]

@@ -1,4 +1,5 @@
-"""Database of a service: SQLAlchemy Core on SQLite (a file per service) or PostgreSQL (a schema), and its migrations.
+"""Database of a service: SQLAlchemy Core on SQLite (one file per service) or PostgreSQL (one schema per service), and
+its migrations.
 
 The driver of SQLite switches to the connection's thread once for each statement. SQLAlchemy's adapter of aiosqlite
 makes four switches: it opens a cursor, executes, fetches and closes the cursor. On a busy machine each of them waits
@@ -37,7 +38,7 @@ Rows = list[tuple[Any, ...]]
 
 
 class _Statement:
-    """Cursor for SQLAlchemy's adapter that holds the fetched result of the last statement."""
+    """Cursor for SQLAlchemy's adapter that already contains all rows of the last statement."""
 
     def __init__(self, connection: aiosqlite.Connection) -> None:
         self._connection = connection
@@ -61,7 +62,7 @@ class _Statement:
         return rows
 
     async def close(self) -> None:
-        """Do nothing, because no cursor is open."""
+        """Do nothing, because the real cursor was closed after the statement."""
 
     async def _run(self, work: Callable[[sqlite3.Cursor], object]) -> None:
         def execute_and_fetch() -> tuple[Rows, Any, int, int | None]:
@@ -90,7 +91,8 @@ class _Connection(AsyncAdapt_aiosqlite_connection):
 
 
 class Driver(AsyncAdapt_aiosqlite_dbapi):
-    """SQLite driver that runs each statement as one function, for the argument `module` of `create_async_engine`."""
+    """SQLite driver that runs each statement as one function in the connection's thread. It is the argument `module` of
+    `create_async_engine`."""
 
     def __init__(self) -> None:
         super().__init__(aiosqlite, sqlite3)
@@ -105,7 +107,7 @@ _CHECKPOINT_PAGES = 200
 1,000 such a commit in a large database takes 28 ms. With 200 it takes less than 20 ms, and the total work is the same
 (`make bench NAME=state`)."""
 _READS = "headrace_reads"
-"""Execution option of a connection that only reads, and so needs no lock on SQLite."""
+"""Execution option of a connection that only reads, and therefore takes no write lock on SQLite."""
 _PRAGMAS = (
     "journal_mode=WAL",
     "synchronous=FULL",
@@ -116,7 +118,7 @@ _PRAGMAS = (
 
 
 class Database:
-    """Database with the state of one service. On SQLite only one transaction runs at a time."""
+    """Database with the state of one service. On SQLite, only one writing transaction runs at a time."""
 
     def __init__(self, engine: AsyncEngine, schema: str | None) -> None:
         self.engine = engine
@@ -126,9 +128,9 @@ class Database:
 
     @classmethod
     def open(cls, service: str, common: Common) -> Database:
-        """Return the database of `service`, which connects on first use.
+        """Create the object for the database of `service`. It connects on first use.
 
-        `migrate` creates the tables.
+        `migrate` must be called before use, because it creates the tables.
 
         Raises:
             SettingError: `database.url` is invalid.
@@ -150,7 +152,7 @@ class Database:
 
     @contextlib.asynccontextmanager
     async def transaction(self) -> AsyncIterator[AsyncConnection]:
-        """Context manager that yields a connection in a transaction, which is committed at the end or rolled back by an
+        """Yield a connection in a transaction, which is committed at the end of the context, or rolled back by an
         exception.
 
         Raises:
@@ -168,7 +170,8 @@ class Database:
                 raise unavailable from error
 
     def _unavailable(self, error: Exception) -> Unavailable | None:
-        """Return the exception for a transient error, or None for all other errors."""
+        """Return `Unavailable` or `DiskFull` for an error after which a retry may succeed, or None for all other
+        errors."""
         if disk.is_full(error):
             path = self.engine.url.database if self.sqlite else f"the disk of database server {self.engine.url.host}"
             full = disk.full_error(str(path))
@@ -180,9 +183,9 @@ class Database:
         await self.engine.dispose()
 
     async def ready(self) -> bool | str:
-        """Return whether the database can be used: True if it answers a trivial query, False if it does not.
+        """Return True if the database answers a trivial query, else False.
 
-        If the disk was full in the last transaction, return that problem as text instead. The query does not wait for a
+        If the disk was full in the last transaction, return a text about that instead. The query does not wait for a
         running transaction.
         """
         if self._disk_problem is not None:
@@ -222,7 +225,8 @@ def _sqlite(path: Path) -> AsyncEngine:
 
     @event.listens_for(engine.sync_engine, "invalidate")
     def _abandon(connection: Any, _record: object, _error: object) -> None:
-        """Roll back the transaction of a cancelled task, whose open cursor would otherwise keep its lock."""
+        """Roll back the transaction of a connection after an error, because a cancelled task's open cursor would
+        otherwise keep its lock."""
         with contextlib.suppress(ValueError):  # the connection is already closed
             connection.run_async(lambda driver: asyncio.shield(driver.rollback()))
 
@@ -251,7 +255,8 @@ def is_transient(error: BaseException) -> bool:
 
 
 def _is_value_error(error: OperationalError) -> bool:
-    """Return whether an `OperationalError` of SQLite is about a statement or a value, so that a retry would fail."""
+    """Return whether an `OperationalError` of SQLite is about a statement or a value. In this case a retry would fail
+    again."""
     code = getattr(error.orig, "sqlite_errorcode", None)
     return code == sqlite3.SQLITE_ERROR or str(error.orig).startswith("Could not decode to UTF-8")
 
@@ -264,7 +269,7 @@ _LOCK = 0x68656164  # "head"; key of the advisory lock that permits one migratio
 
 
 async def migrate(database: Database, package: str) -> None:
-    """Run the pending migrations of `<package>/migrations`. Several replicas may call this concurrently.
+    """Run the pending migrations in `<package>/migrations`. Several processes may call this at the same time.
 
     Raises `Unavailable` if the database does not respond, and Alembic's errors if a migration is invalid.
     """

@@ -47,7 +47,7 @@ def full_error(path: Path | str) -> DiskFull:
 
 
 def problem(folder: Path, free_bytes_min: int | None = None, *, next_bytes: int = 0) -> str | None:
-    """Return the reason why `folder` should not be written, or None if it may be. Blocks.
+    """Return a message if `folder` has too little free space to be written, else None. Blocks.
 
     The function writes a temporary file, so that it detects quotas, too.
 
@@ -65,7 +65,7 @@ def problem(folder: Path, free_bytes_min: int | None = None, *, next_bytes: int 
 
 
 class _Space(NamedTuple):
-    """Free bytes of a disk, and the bytes that must stay free."""
+    """Free bytes of a disk, and the minimum of bytes that must stay free."""
 
     free: int
     free_min: int
@@ -80,7 +80,7 @@ class _Space(NamedTuple):
         return cls(free, free_bytes_min)
 
     def shortage(self, folder: Path, next_bytes: int = 0) -> str | None:
-        """Return the reason why `next_bytes` should not be written to `folder`, or None if they may be."""
+        """Return a message if writing `next_bytes` to `folder` would leave too little free space, else None."""
         if self.free >= self.free_min + next_bytes:
             return None
         upcoming = f"{_megabytes(next_bytes)} are written next and " if next_bytes else ""
@@ -91,18 +91,18 @@ class _Space(NamedTuple):
 
 
 class DiskGuard:
-    """Guard that stops writes before a disk is full, and permits them again once there is space.
+    """Check of free space that stops writes before a disk is full, and permits them again once there is space.
 
-    It measures the disk at most ten times a second, and subtracts the bytes that were written in between.
+    It measures the disk at most ten times a second. In between it subtracts the bytes that were written.
     """
 
     def __init__(self, folder: Path, free_bytes_min: int | None = None, *, share: float = 1.0) -> None:
-        """Guard the disk of `folder`, which must exist when `shortage` is called.
+        """Create the check for the disk of `folder`, which must exist when `shortage` is called.
 
         Args:
             folder: A folder of the disk.
             free_bytes_min: Bytes that must stay free; None for the smaller of 1 GiB and 5 % of the disk.
-            share: The share of these bytes that this guard keeps free. More important work has a smaller share.
+            share: The part of these bytes that this guard keeps free. It is smaller for more important work.
         """
         self._folder = folder
         self._free_bytes_min = free_bytes_min
@@ -112,9 +112,9 @@ class DiskGuard:
         self._is_short = False
 
     def shortage(self, next_bytes: int = 0) -> str | None:
-        """Return the reason why `next_bytes` should not be written now, or None if they may be.
+        """Return a message if `next_bytes` must not be written now, else None.
 
-        With None the bytes count as written.
+        After None the caller is expected to write the bytes, which are subtracted from the free space.
         """
         now_s = time.monotonic()
         if now_s - self._measured_s > _MEASURE_S or self._space.free < self._space.free_min + next_bytes:
@@ -136,14 +136,15 @@ class DiskGuard:
 
 
 def check_room(folder: Path, next_bytes: int, free_bytes_min: int | None = None) -> None:
-    """Raise `DiskFull` unless `next_bytes` fit into `folder` and `free_bytes_min` stay free (see `problem`)."""
+    """Check that `next_bytes` fit on the disk of `folder` so that `free_bytes_min` stay free (see `problem`). Raises
+    `DiskFull`."""
     reason = problem(folder, free_bytes_min, next_bytes=next_bytes)
     if reason is not None:
         raise DiskFull(reason)
 
 
 async def retry_while_full(work: Callable[[], Awaitable[T]]) -> T:
-    """Run `work` again while it raises `DiskFull`, and return its result."""
+    """Run `work`, and repeat it while it raises `DiskFull`. Return its result."""
     is_logged = False
     while True:
         try:
@@ -156,7 +157,7 @@ async def retry_while_full(work: Callable[[], Awaitable[T]]) -> T:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield `error` and its causes, including the driver's error in `orig` of SQLAlchemy's exceptions."""
+    """Yield `error` and its causes, including the driver's error in the attribute `orig` of SQLAlchemy's exceptions."""
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:

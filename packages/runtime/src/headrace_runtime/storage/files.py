@@ -1,4 +1,4 @@
-"""Small files: files that are private to their owner whatever the umask, atomic replacement, and lists of names."""
+"""Helpers for small files: files that only their owner can read, atomic replacement, and lists of names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMES_MAX = 10_000
 
 
 def private_folder(path: Path) -> None:
-    """Create the folder for its owner alone, and its parents with the usual permissions.
+    """Create a folder that only its owner can read, whatever the umask. Its parents get the usual permissions.
 
     If the folder exists and belongs to this user, access of other users is removed.
     """
@@ -24,7 +24,7 @@ def private_folder(path: Path) -> None:
 
 
 def data_folder(path: Path) -> None:
-    """Create the folder `data_dir` as `private_folder` does.
+    """Create the folder `data_dir` so that only its owner can read it.
 
     Raises:
         SettingError: the folder cannot be created, or this user cannot write to it.
@@ -41,12 +41,12 @@ def data_folder(path: Path) -> None:
 
 
 def owner_alone(path: str, flags: int) -> int:
-    """Open a file with permissions for its owner alone, as `opener` of `open`."""
+    """Open a file so that only its owner can read it. The function is meant as the `opener` of `open`."""
     return os.open(path, flags, 0o600)
 
 
 def replace_file(path: Path, data: bytes, *, opener: Callable[[str, int], int] | None = None) -> None:
-    """Replace the content of `path` by `data` atomically. Only one process may write a path.
+    """Replace the content of `path` by `data` atomically. Only one process at a time may write a path.
 
     A power failure may undo the replacement. If the write fails, the temporary file is removed.
 
@@ -69,9 +69,9 @@ def replace_file(path: Path, data: bytes, *, opener: Callable[[str, int], int] |
 
 
 class NameFile:
-    """File with the last 10,000 names of one kind, such as the ids of dead letters that a service has sent.
+    """File with the last 10,000 names of one kind, for example the ids of the dead letters that a service has sent.
 
-    A service that reads a topic again at each start finds in it what it has already done.
+    A service that reads a topic again at each start recognizes by it the records that it has already handled.
     """
 
     def __init__(self, path: Path) -> None:
@@ -85,7 +85,7 @@ class NameFile:
         return name in self._names
 
     def add(self, name: str) -> None:
-        """Append a name to the file. It is not synchronized to disk, so a power failure may lose it."""
+        """Append a name to the file. The file is not synced to the disk, so a power failure may lose the name."""
         self._names[name] = None
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with self._path.open("a", encoding="ascii") as file:

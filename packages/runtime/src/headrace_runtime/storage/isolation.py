@@ -1,4 +1,5 @@
-"""Isolation of the items of a step: an item that fails is tried three times and then reported, and all others continue.
+"""Isolation of the items of a step: an item that fails is tried three times and then reported as failed, and all other
+items are processed.
 
 A step first processes all its items in one transaction. If that raises, `Processor` rolls it back and runs the step
 again on a connection that is marked as isolating. Then `each` and `process_batch` process every item in a savepoint of
@@ -34,13 +35,14 @@ _ENCODE = "headrace_encode_alone"
 T = TypeVar("T")
 Encode = Callable[[Sequence[Event]], Awaitable[object]]
 Fail = Callable[[T, str], Awaitable[Sequence[Event]]]
-"""Function that reports the failure of an item with its reason."""
+"""Function that stores and reports the failure of an item. It gets the item and the reason, and returns events."""
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the type and the text of `error`, cut and without characters that PostgreSQL cannot store. Never raises.
+    """Return type and text of `error`, cut to 2,000 characters and without characters that PostgreSQL cannot store.
+    Never raises.
 
-    For a `ValidationError` the text names the fields but no values, which may be user text.
+    For a `ValidationError` the text names the fields but not their values, which may be text of users.
     """
     try:
         text = f"{type(error).__name__}: {problems_of(error) if isinstance(error, ValidationError) else error}"
@@ -50,10 +52,10 @@ def reason_of(error: BaseException) -> str:
 
 
 def is_fatal(error: Exception) -> bool:
-    """Return whether no item has caused `error`: a dependency is unavailable, or a setting is invalid."""
+    """Return whether the cause of `error` is not an item but an unavailable dependency or an invalid setting."""
     if isinstance(error, Unavailable | SettingError):
         return True
-    if "sqlalchemy" not in sys.modules:  # services without a database do not install it
+    if "sqlalchemy" not in sys.modules:  # services without a database do not install SQLAlchemy
         return False
     from headrace_runtime.storage.database import is_transient
 
@@ -61,7 +63,7 @@ def is_fatal(error: Exception) -> bool:
 
 
 class ItemIsolation:
-    """Isolation of items that are processed outside of a step: a model, a rollout, a record of a table.
+    """Isolation of items that are processed outside of a step, for example models, rollouts or rows of a table.
 
     A failing item is tried again in the next rounds, and `run` reports it after three consecutive failures.
     """
@@ -77,14 +79,14 @@ class ItemIsolation:
         otherwise: T,
         fail: Callable[[str], Awaitable[object]] | None = None,
     ) -> T:
-        """Run `work` for an item, and return its result; return `otherwise` if it raises, so that other items are not
+        """Run `work` for one item and return its result. If it raises, return `otherwise`, so that other items are not
         affected.
 
         Args:
             item: name of the item, by which its consecutive failures are counted.
-            work: the work.
+            work: function that processes the item.
             otherwise: result after a failure.
-            fail: called with the reason of the third consecutive failure.
+            fail: function that is called with the reason after the third consecutive failure.
         """
         try:
             outcome = await work()
@@ -114,7 +116,8 @@ class ItemIsolation:
 
 
 async def isolate(tx: AsyncConnection, encode: Encode) -> None:
-    """Mark the connection of `tx` as isolating for `each`. `encode` must raise for events that cannot be sent."""
+    """Set an option on the connection of `tx` by which `each` processes items in isolation. `encode` must raise for
+    events that cannot be sent."""
     await tx.execution_options(**{_ENCODE: encode})
 
 
@@ -131,7 +134,7 @@ async def each(
         tx: transaction of the step. `work` and `fail` must change tables through it alone.
         name: name of the step, for log and metric.
         items: the items.
-        work: processes one item. It must be repeatable, because its changes in memory are not rolled back.
+        work: function that processes one item. It must be repeatable, because changes in memory are not rolled back.
         fails: functions that get the item and the reason after the last try. They are called one after the other until
             one does not raise. Each must remove the item from the selection of the step and return events that report
             the failure (a dead letter, a failed reward). The last one should be too simple to raise.
@@ -156,9 +159,10 @@ async def process_batch(
     work: Callable[[Sequence[T]], Awaitable[Sequence[Event]]],
     *fails: Fail[T],
 ) -> list[Event]:
-    """Run `work` once for all items, so that it can read and write the rows of all of them in a few statements.
+    """Run `work` once for all items, so that it can read and write the rows of all items in a few statements.
 
-    If `tx` is isolating, `work` runs for each item alone, as in `each`. The arguments are those of `each`, too.
+    If `tx` isolates items, `work` runs for each item alone, as in `each`. The arguments are the same as those of
+    `each`.
     """
     if _encoder(tx) is not None:
         return await each(tx, name, items, lambda item: work([item]), *fails)

@@ -1,7 +1,7 @@
-"""Checks the files of a model's folder without torch, for the trainer's check and for imports.
+"""Checks of the files in a model's folder, without torch, for the trainer's `--check` and for imports of models.
 
-Missing, unexpected and mismatched tensors and weights that are not finite are detected when the model is loaded
-(`headrace_trainer.torch_learner`, `headrace_inference.torch_engine.loader`).
+Missing, unexpected and mismatched tensors, and weights that are not finite, are detected later, when the model is
+loaded (`headrace_trainer.torch_learner`, `headrace_inference.torch_engine.loader`).
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from headrace_schemas.values.text import decode_text, read_user_text
 
 _HEADER_BYTES_MAX = 100_000_000
 _TEXT_BYTES_MAX = 256 << 20
-"""Largest configuration, tokenizer or template. The largest tokenizers of today have 40 MB."""
+"""Maximum bytes of a configuration, tokenizer or template. The largest tokenizers of today have 40 MB."""
 _SIZE_MAX = 2**53
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
 _SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SHOWN_LENGTH = 60
 _HEADS = ("lm_head.weight", "embed_out.weight")
-"""Names of an output head in files: that of most models and that of GPT-NeoX, which transformers renames on loading."""
+"""Names of the output head's weights in files: that of most models, and that of GPT-NeoX, which transformers renames on
+loading."""
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _TEXTS = (
     "config.json", "generation_config.json", "tokenizer_config.json", TOKENIZER_FILE, "special_tokens_map.json",
@@ -40,7 +41,7 @@ _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2":
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Position, type and shape of a tensor in a file of weights."""
+    """Position, type and shape of one tensor in a file of weights."""
 
     path: Path
     start: int
@@ -53,7 +54,8 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def equals(self, other: StoredTensor) -> bool:
-        """Return whether two tensors are equal, by comparing 64 pieces. Tensors of unknown types count as equal."""
+        """Return whether two tensors have equal bytes, by comparing 64 pieces of them. Tensors of unknown types count
+        as equal."""
         size = _ITEM_BYTES.get(self.dtype, 0) * self.size
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
@@ -69,7 +71,8 @@ class StoredTensor:
 
 
 def find_folder_problems(folder: Path) -> Iterator[str]:
-    """Yield one message for each problem: broken or missing files of weights, and token ids that do not agree."""
+    """Yield one message for each problem: a missing or broken file of weights, or token ids that contradict each
+    other."""
     irregular = list(find_irregular_files(folder))
     yield from irregular
     if irregular:
@@ -95,7 +98,8 @@ def find_folder_problems(folder: Path) -> Iterator[str]:
 
 
 def find_irregular_files(folder: Path) -> Iterator[str]:
-    """Yield one message for each file of the model that is no file, too large, or a link to a file of another folder.
+    """Yield one message for each of the model's files that is not a regular file, is too large, or is a link to a file
+    of another folder.
 
     A version contains copies of its files, so such a link would publish any file that this user can read. The links of
     a model hub's cache, from `snapshots/<commit>` to `blobs`, and links to weights are permitted.
@@ -122,7 +126,7 @@ def _is_file(folder: Path, name: str) -> bool:
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Parse the header of a safetensors file: eight bytes with the length of a JSON header, then the header.
+    """Parse the header of a safetensors file. Return its tensors by name.
 
     Raises:
         ValueError: the header is not valid, or bytes are missing.
@@ -165,13 +169,13 @@ def _embedding_rows(tensors: Mapping[str, StoredTensor]) -> int | None:
 
 
 def _embedding(tensors: Mapping[str, StoredTensor]) -> str | None:
-    """Return the name of the tensor of input embeddings, or None if there is none or more than one."""
+    """Return the name of the tensor of the input embeddings, or None unless there is exactly one."""
     names = [name for name, tensor in tensors.items() if name.endswith(_EMBEDDINGS) and len(tensor.shape) == 2]
     return names[0] if len(names) == 1 else None
 
 
 def _text_problems(folder: Path) -> Iterator[str]:
-    """Yield messages about files that tokenizer and model cannot read as JSON or text."""
+    """Yield a message for each file that tokenizer or model could not read as JSON or text."""
     for name in _TEXTS:
         path = folder / name
         try:
@@ -196,7 +200,7 @@ def _text_problems(folder: Path) -> Iterator[str]:
 def _head_problems(
     config: Mapping[str, Any], text: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
 ) -> Iterator[str]:
-    """Yield a message if configuration and weights disagree about the head.
+    """Yield a message if configuration and weights disagree about whether there is an output head.
 
     In that case transformers would initialise the head at random, or ignore its weights.
     """
@@ -221,7 +225,7 @@ def _has_causal_head(config: Mapping[str, Any]) -> bool:
 
 
 def _architecture_problems(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a message if the configuration's class and model type belong to different models."""
+    """Yield a message if the class and the model type in the configuration belong to different kinds of models."""
     kind, names = config.get("model_type"), config.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
     if not isinstance(kind, str) or not name.endswith(_CAUSAL) or _letters(name).startswith(_letters(kind)):
@@ -276,7 +280,7 @@ def _ids(value: Any) -> list[int]:
 
 
 def _tokenizer_tokens(folder: Path) -> dict[str, int]:
-    """Return the token ids by text, or an empty dict if the file has another structure."""
+    """Return the token ids by text from `tokenizer.json`; an empty dict if the file has another structure."""
     content = _read_json(folder / TOKENIZER_FILE)
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
         return {}
@@ -298,7 +302,7 @@ def _eos_text(folder: Path) -> str:
 
 
 def _read_json(path: Path) -> Any:
-    """Return the JSON of a file, or None if it cannot be read."""
+    """Return the parsed JSON of a file, or None if it cannot be read."""
     try:
         return json.loads(read_user_text(path))
     except (OSError, ValueError, RecursionError):

@@ -13,29 +13,28 @@ from headrace_runtime.errors import Unavailable
 from headrace_runtime.storage.blobs import BlobStore
 
 _KEPT = 8
-"""Number of records that stay, for readers that have listed but not yet read them."""
+"""Number of latest records that are not deleted, for readers that have listed but not yet read them."""
 _READS_MAX = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One stored value, with its number in the sequence."""
+    """One value of the sequence, with its number."""
 
     number: int
     data: bytes
 
 
 class Records:
-    """Sequence of numbered records in a blob store, of which the newest one is the current value of `name`. Methods
-    block and raise `Unavailable`.
-    """
+    """Sequence of numbered records in a blob store. The record with the highest number is the current value of `name`.
+    Methods block and raise `Unavailable`."""
 
     def __init__(self, blobs: BlobStore, name: str) -> None:
         self._blobs = blobs
         self._folder = f"records/{name}"
 
     def newest(self) -> Record | None:
-        """Return the record with the highest number, which is the current value, or None if none was written.
+        """Return the current value: the record with the highest number, or None if there is no record.
 
         Raises:
             Unavailable: the value is replaced faster than it can be read.
@@ -50,12 +49,12 @@ class Records:
         raise Unavailable(f"{self._folder} in {self._blobs.url} is replaced faster than it can be read")
 
     def append(self, after: int, data: bytes) -> bool:
-        """Replace the record with the number `after` and return True, or False if another process has replaced it.
+        """Write the record with the number `after + 1`. Return True, or False if another process has written it before.
 
-        If this raises, the record may have been replaced nevertheless.
+        If this raises, the record may have been written nevertheless.
 
         Args:
-            after: the number of the present record, 0 without one.
+        after: the number of the record that the caller has read as the current value, 0 without one.
             data: the new value. It must differ from the data of all other calls, so that a repeated call after a lost
                 response recognises its own record.
         """

@@ -1,4 +1,5 @@
-"""Tables of every stream service (processed event ids, unsent events, jobs, positions), and statements on them."""
+"""Tables that every stream service has (handled event ids, unsent events, jobs, positions), and helpers for
+statements."""
 
 from __future__ import annotations
 
@@ -29,11 +30,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 Id = BigInteger().with_variant(Integer, "sqlite")
 V = TypeVar("V")
 ROWS_AT_ONCE = 200
-"""Rows that one statement reads or writes at most, where its caller names no other number."""
+"""Default of the maximum number of rows that one statement reads or writes."""
 
 
 def seen(metadata: MetaData) -> Table:
-    """Define the table of handled event ids, which are written in the transaction of their effect."""
+    """Define the table of the ids of handled events. An id is inserted in the transaction that contains the event's
+    effect."""
     return Table(
         "seen",
         metadata,
@@ -43,10 +45,11 @@ def seen(metadata: MetaData) -> Table:
 
 
 def outbox(metadata: MetaData) -> Table:
-    """Define the table of events of committed effects, which are deleted once the bus has acknowledged them.
+    """Define the table of events to be sent. They are inserted in the transaction of their effect, and deleted after
+    the bus has acknowledged them.
 
-    Ids are never reused. Otherwise a process that is not informed of its last commit could delete the rows of that
-    commit by the ids of rows that it has sent.
+    Row ids are never reused. Otherwise a process that does not know whether its last commit succeeded could delete the
+    rows of that commit, mistaking them for rows that it has sent.
     """
     return Table(
         "outbox",
@@ -63,7 +66,8 @@ def outbox(metadata: MetaData) -> Table:
 
 
 def jobs(metadata: MetaData) -> Table:
-    """Define the table of durable jobs. A row exists until its job is finished, and a worker leases it."""
+    """Define the table of durable jobs. A row exists until its job is finished. A worker leases a row while it works on
+    it."""
     return Table(
         "jobs",
         metadata,
@@ -77,7 +81,7 @@ def jobs(metadata: MetaData) -> Table:
 
 
 def positions(metadata: MetaData) -> Table:
-    """Define the table of positions: the first offset of each partition whose effect is not in this database."""
+    """Define the table of positions: for each partition, the first offset whose effect is not in this database."""
     return Table(
         "positions",
         metadata,
@@ -88,7 +92,7 @@ def positions(metadata: MetaData) -> Table:
 
 
 class StreamTables:
-    """The four tables of a stream service, which are added to `metadata`."""
+    """The four tables that every stream service has. They are added to `metadata`."""
 
     def __init__(self, metadata: MetaData) -> None:
         self.seen = seen(metadata)
@@ -100,23 +104,24 @@ class StreamTables:
 async def upsert(
     tx: AsyncConnection, table: Table, key: Mapping[str, Any], values: Mapping[str, Any], *, update: bool = True
 ) -> bool:
-    """Insert the row `key | values`, or set `values` if the key exists (with `update=False`, leave the row unchanged).
+    """Insert a row with `key` and `values`. If a row with the key exists, set its `values`, or with `update=False`
+    leave it unchanged. Return whether a row was inserted or changed.
 
-    Values must be data, not SQL expressions. Return whether a row was inserted or changed.
+    Values must be data, not SQL expressions.
     """
     statement = upsert_statement(tx.dialect.name, table, tuple(key), tuple(values) if update else ())
     return bool((await tx.execute(statement, {**key, **values})).rowcount)
 
 
 def insert_new(tx: AsyncConnection, table: Table, key: tuple[str, ...]) -> Any:
-    """Return the statement that inserts rows, also in bulk, and skips those whose `key` exists."""
+    """Return a statement that inserts one or many rows, and skips those whose `key` exists."""
     return upsert_statement(tx.dialect.name, table, key)
 
 
 def is_one_of(first: ColumnElement[Any], second: ColumnElement[Any], pairs: Collection[tuple[Any, Any]]) -> Any:
-    """Return the condition that (`first`, `second`) is one of `pairs`.
+    """Return the SQL condition that the pair (`first`, `second`) is one of `pairs`.
 
-    `first` must have an index. SQLite uses it for the values of one column, but not for pairs.
+    `first` must have an index. SQLite uses an index for the values of one column, but not for pairs.
     """
     return first.in_({value for value, _ in pairs}) & tuple_(first, second).in_(list(pairs))
 
@@ -125,9 +130,9 @@ def is_one_of(first: ColumnElement[Any], second: ColumnElement[Any], pairs: Coll
 def upsert_statement(
     dialect: str, table: Table, key: tuple[str, ...], changed: tuple[str, ...] = (), added: tuple[str, ...] = ()
 ) -> Any:
-    """Return the statement that inserts rows, also in bulk, and changes those whose `key` exists.
+    """Return a statement that inserts one or many rows, and changes those whose `key` exists.
 
-    It is cached, because building takes several times longer than executing on SQLite.
+    The statement is cached, because building it takes several times longer than executing it on SQLite.
 
     Args:
         dialect: `sqlite` or `postgresql`.
@@ -146,13 +151,13 @@ def upsert_statement(
 
 
 AT_ONCE_MAX = 15
-"""Maximum number of rows of one table that a transaction deletes, which takes a few milliseconds."""
+"""Default of the maximum number of rows that one transaction deletes from a table, which takes a few milliseconds."""
 COUNTED_MAX = 10_000
-"""Maximum count of rows for a gauge. The gauge does not exceed it."""
+"""Number at which counting the rows of a table for a gauge stops."""
 
 
 def portions(values: Iterable[V], size: int = ROWS_AT_ONCE) -> Iterator[list[V]]:
-    """Split values, such as the parameters of a statement, into lists of at most `size`."""
+    """Split values, for example the parameters of a statement, into lists of at most `size` elements."""
     everything = list(values)
     for at in range(0, len(everything), size):
         yield everything[at : at + size]
@@ -161,9 +166,10 @@ def portions(values: Iterable[V], size: int = ROWS_AT_ONCE) -> Iterator[list[V]]
 def first_within(
     items: Iterable[V], count_max: int, sizes_of: Callable[[V], tuple[int, ...]], sizes_max: tuple[int, ...]
 ) -> list[V]:
-    """Return the first `count_max` items, or as many of them as together exceed none of `sizes_max`.
+    """Return the longest prefix of `items` with at most `count_max` items whose sizes, added up, stay within
+    `sizes_max`.
 
-    The first item is returned whatever its sizes.
+    The first item is always returned, whatever its sizes.
     """
     chosen: list[V] = []
     totals = (0,) * len(sizes_max)
@@ -183,9 +189,10 @@ async def delete_batch(
     order: ColumnElement[Any] | None = None,
     limit: int = AT_ONCE_MAX,
 ) -> bool:
-    """Delete up to `limit` rows that match `old`, the first ones by `order`. Return whether there may be more.
+    """Delete up to `limit` rows for which `old` is true, in the order of `order`. Return whether there may be more of
+    them.
 
-    The column `order` must have an index. None leaves the choice to the database, which then needs one for `old`.
+    The column `order` must have an index. Without `order` the database chooses the rows, and `old` must have an index.
     """
     key = list(table.primary_key.columns)
     batch = select(*key).where(old).limit(limit)

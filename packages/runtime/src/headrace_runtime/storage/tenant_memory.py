@@ -1,4 +1,4 @@
-"""Bounded memory that tenants share: a tenant that fills it forgets its own entries and never those of others."""
+"""Bounded memory that tenants share. A tenant that fills it loses its own entries, never those of other tenants."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ Value = TypeVar("Value")
 
 
 class TenantMemory(Generic[Key, Value]):
-    """Entries by tenant and key, of a bounded total size. Not thread-safe.
+    """Entries by tenant and key, with a bounded sum of sizes. Not thread-safe.
 
-    Beyond the bound, the tenant with the largest entries together loses the one that it has not used for longest.
+    If the bound is exceeded, the tenant with the largest sum of sizes loses its least recently used entries.
     """
 
     def __init__(self, size_max: int) -> None:
@@ -31,7 +31,7 @@ class TenantMemory(Generic[Key, Value]):
         return self._sizes.get(tenant, 0)
 
     def get(self, tenant: str, key: Key) -> Value | None:
-        """Return a tenant's entry, or None. The entry counts as used."""
+        """Return a tenant's entry, or None. This counts as a use of the entry."""
         entries = self._tenants.get(tenant)
         if entries is None or key not in entries:
             return None
@@ -39,10 +39,10 @@ class TenantMemory(Generic[Key, Value]):
         return entries[key][0]
 
     def set(self, tenant: str, key: Key, value: Value, size: int = 1) -> list[Value]:
-        """Store or replace an entry, and forget those that there is no room for.
+        """Store or replace an entry, and remove others if the bound is exceeded.
 
         Returns:
-            The forgotten entries. An entry larger than the bound is forgotten at once.
+        The removed entries. An entry larger than the bound is removed at once.
         """
         self.pop(tenant, key)
         if size > self._size_max:
@@ -58,7 +58,7 @@ class TenantMemory(Generic[Key, Value]):
         return evicted
 
     def pop(self, tenant: str, key: Key) -> Value | None:
-        """Forget an entry and return it, or None."""
+        """Remove an entry and return it, or None if it does not exist."""
         entries = self._tenants.get(tenant)
         if entries is None or key not in entries:
             return None

@@ -1,6 +1,7 @@
-"""Stores a folder of model files as an immutable version in the blob store, and fetches a version into a folder.
+"""Immutable versions of models: stores a folder of model files as a version in the blob store, and copies a version
+into a folder.
 
-This module does not use torch; the caller computes the fingerprint of the weights.
+This module does not import torch. The caller computes the fingerprint of the weights.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ FILE_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", f"{_M
 
 
 def fingerprint_tokens(vocabulary: int) -> tuple[int, ...]:
-    """Return the token ids of a fingerprint, which depend on the size of the vocabulary alone.
+    """Return the token ids with which a fingerprint is computed. They depend only on the size of the vocabulary.
 
     The ids are a walk through the vocabulary with a stride that is coprime to its size.
     """
@@ -40,30 +41,29 @@ def fingerprint_tokens(vocabulary: int) -> tuple[int, ...]:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Return the files in `folder` that belong to a version, sorted: weights, configuration, tokenizer, templates."""
+    """Return the sorted files in `folder` that belong to a version: weights, configuration, tokenizer and templates."""
     return sorted({path for pattern in FILE_PATTERNS for path in folder.glob(pattern) if path.is_file()})
 
 
 def is_weights(path: str) -> bool:
-    """Return whether a file of a version contains weights or their index."""
+    """Return whether the file `path` of a version contains weights or their index."""
     return path.endswith((".safetensors", ".safetensors.index.json"))
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, or that of no bytes if it does not exist."""
+    """Return the SHA-256 of a file. For a missing file return the SHA-256 of an empty one."""
     return digest_of(path)[0] if path.exists() else hashlib.sha256(b"").hexdigest()
 
 
 def template_digest(folder: Path) -> str:
-    """Return a SHA-256 that identifies the chat templates in a model's folder. Folders without a template share one
-    digest.
-    """
+    """Return the SHA-256 of all chat templates in a model's folder. All folders without a template have the same
+    digest."""
     names = [path.relative_to(folder).as_posix() for path in model_files(folder)]
     return _template_sha256({name: (folder / name).read_bytes() for name in names if _may_contain_template(name)})
 
 
 def store_files(blobs: BlobStore, folder: Path, *, move: bool = False) -> tuple[File, ...]:
-    """Store all files of a model's folder. Blocks.
+    """Store all files of a model's folder as blobs. Return the files with their references. Blocks.
 
     Args:
         blobs: the store.
@@ -78,7 +78,8 @@ def store_files(blobs: BlobStore, folder: Path, *, move: bool = False) -> tuple[
 
 
 def prompt_digests(blobs: BlobStore, files: Iterable[File]) -> tuple[str, str]:
-    """Return `tokenizer_sha256` and `template_sha256` of a model whose files are in the store. Blocks."""
+    """Return the digests `tokenizer_sha256` and `template_sha256` of a model whose files are in the blob store.
+    Blocks."""
     blob_of = {file.path: file.blob for file in files}
     tokenizer = blob_of[TOKENIZER_FILE].sha256 if TOKENIZER_FILE in blob_of else hashlib.sha256(b"").hexdigest()
     contents = {path: blobs.get(blob) for path, blob in blob_of.items() if _may_contain_template(path)}
@@ -90,9 +91,10 @@ def _may_contain_template(path: str) -> bool:
 
 
 def _template_sha256(contents: Mapping[str, bytes]) -> str:
-    """Return the digest of all templates in the files with these contents.
+    """Return the SHA-256 of all chat templates in files, which are passed as contents by path.
 
-    For a single template in `chat_template.jinja`, as transformers writes it today, it is the digest of that file.
+    If there is only the template in `chat_template.jinja`, the form that transformers writes today, it is the digest of
+    that file.
     """
     templates = {path: content for path, content in contents.items() if path != _TOKENIZER_CONFIG}
     inside = _template_inside(contents.get(_TOKENIZER_CONFIG, b"{}"))
@@ -105,7 +107,8 @@ def _template_sha256(contents: Mapping[str, bytes]) -> str:
 
 
 def _template_inside(config: bytes) -> bytes | None:
-    """Return the template or the list of templates in `tokenizer_config.json`."""
+    """Return the template, or the list of templates, in the content of `tokenizer_config.json`, as JSON; None without
+    one."""
     try:
         value = json.loads(config).get("chat_template")
     except (ValueError, AttributeError, RecursionError):
@@ -125,7 +128,8 @@ def store(
     base: str | None = None,
     tokenizer: Path | None = None,
 ) -> tuple[Manifest, BlobRef]:
-    """Store all files of `folder` and their manifest. Blocks. Equal content gives the same version.
+    """Store all files of `folder` and a manifest of them as a version. Return the manifest and its reference. Equal
+    content gives the same version. Blocks.
 
     Args:
         blobs: the store.
@@ -158,12 +162,14 @@ def store(
 
 
 def store_manifest(blobs: BlobStore, manifest: Manifest) -> tuple[Manifest, BlobRef]:
-    """Store the manifest of a version whose files are in the store. Blocks."""
+    """Store the manifest of a version whose files are already in the blob store. Return it with its reference.
+    Blocks."""
     return manifest, blobs.put(manifest.canonical_json())
 
 
 def read_manifest(blobs: BlobStore, ref: BlobRef) -> Manifest:
-    """Read the manifest at `ref`. Raises `CorruptBlob` if the content is no manifest or has another digest."""
+    """Read the manifest at `ref`. Raises `CorruptBlob` if the content is not a manifest or does not match the
+    digest."""
     try:
         return Manifest.model_validate_json(blobs.get(ref), extra="ignore")
     except ValidationError as error:
@@ -171,12 +177,14 @@ def read_manifest(blobs: BlobStore, ref: BlobRef) -> Manifest:
 
 
 def unpack(blobs: BlobStore, manifest: Manifest, folder: Path) -> Path:
-    """Download the files of the version that `manifest` describes from the blob store into `folder`."""
+    """Copy the files of the version that `manifest` describes from the blob store into `folder`, and return
+    `folder`."""
     return fetch_files(blobs, manifest.files, folder)
 
 
 def fetch_files(blobs: BlobStore, files: Iterable[File], folder: Path) -> Path:
-    """Write files into `folder` and check their digests. Blocks. The caller must not change the files.
+    """Copy `files` from the blob store into `folder`, check their digests, and return `folder`. Blocks. The caller must
+    not change the files.
 
     Raises as `BlobStore.get` does.
     """
@@ -186,19 +194,20 @@ def fetch_files(blobs: BlobStore, files: Iterable[File], folder: Path) -> Path:
 
 
 class VersionCache:
-    """Cache of versions as folders on this machine, with files whose digests were checked.
+    """Cache of versions on this machine: one folder per version, with files whose digests were checked.
 
-    On the disk of the blob store its files are those of the store, under second names.
+    If the blob store is a folder on the same disk, the files are hard links to the blobs.
     """
 
     def __init__(self, blobs: BlobStore, folder: Path, free_bytes_min: int | None = None) -> None:
-        """Use the cache in `folder`. `free_bytes_min` must stay free on its disk (`disk.problem`)."""
+        """Create the cache in `folder`. `free_bytes_min` bytes must stay free on its disk (see `disk.problem`)."""
         self._blobs = blobs
         self._folder = folder
         self._free_bytes_min = free_bytes_min
 
     async def fetch(self, ref: BlobRef) -> tuple[Manifest, Path]:
-        """Return the manifest of a version and a folder with all its files.
+        """Return the manifest of a version, and a folder with all its files, which are copied if they are not in the
+        cache.
 
         Raises:
             CorruptBlob: a file has another digest. The folder is removed.
@@ -207,7 +216,7 @@ class VersionCache:
         return await asyncio.to_thread(self._fetch, ref)
 
     def keep_only(self, versions: Iterable[str]) -> None:
-        """Remove the folders of all other versions."""
+        """Remove the folders of all versions except `versions`."""
         names = set(versions)
         for path in self._folder.glob("*@*"):
             if path.name not in names:
@@ -228,7 +237,7 @@ class VersionCache:
             except OSError as error:
                 if disk.is_full(error):
                     raise disk.full_error(self._folder) from error
-                if not target.exists():  # another process may have been faster
+                if not target.exists():  # another process may have copied it at the same time
                     raise
             finally:
                 shutil.rmtree(draft, ignore_errors=True)

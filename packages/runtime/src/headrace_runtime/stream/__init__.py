@@ -1,1 +1,2 @@
-"""Core of stream services: records become effects and events, once."""
+"""Core of the stream services (collector, scorer, judge): it turns records into effects and events, with effects that
+happen once."""

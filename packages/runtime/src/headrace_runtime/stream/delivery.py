@@ -1,15 +1,15 @@
-"""Effects that happen once: deduplication of events and dead letters, stored positions, held records, and the
-transactional outbox.
+"""Tables by which effects happen once: deduplication of events and dead letters, stored positions, held records, and
+the transactional outbox.
 
-All functions of the first part run in the caller's transaction, which also contains the effects.
+The first functions run in the caller's transaction, which also contains the effects.
 
-Held records are those of tenants with too many refusals, which wait in the database for a retry. They are rows of the
-table `jobs`, which every service with a processor has, ordered by offset within a topic partition. Their number and
-their bytes are bounded for each tenant.
+Held records are refused records of tenants with too many refusals. They wait in the database for a retry, as rows of
+the table `jobs`, ordered by offset within a partition of a topic. Their number and their bytes are bounded for each
+tenant.
 
-With the outbox, an effect commits together with its events, which are published afterwards. Events are sent at least
-once. After a crash between acknowledgement and deletion they are sent again with the same ids, and consumers
-deduplicate them.
+The outbox stores the events of an effect in the transaction of the effect, and sends them afterwards. Events are sent
+at least once. After a crash between acknowledgement and deletion they are sent again with the same ids, by which
+consumers deduplicate them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from headrace_schemas import DeadLetter, Event
 async def select_new_letters(
     tx: AsyncConnection, tables: StreamTables, letters: Sequence[DeadLetter], now: datetime
 ) -> list[DeadLetter]:
-    """Return the letters that were not written before. A record has one letter, because its offset is in the id."""
+    """Return the dead letters that were not stored before, and mark their ids as seen. A record has only one dead
+    letter, because the id contains its offset."""
     by_id = {letter.event_id: letter for letter in letters}
     return [by_id[name] for name in await _mark_new(tx, tables, by_id, now)]
 
@@ -46,7 +47,7 @@ async def select_new_letters(
 async def select_new_events(
     tx: AsyncConnection, tables: StreamTables, received: Sequence[Received], now: datetime
 ) -> list[Received]:
-    """Return the events whose ids are new for their tenants, each id once, and mark the ids as seen."""
+    """Return the events whose ids are new for their tenants, each id once, and mark these ids as seen."""
     with_ids = [(item.identity, item) for item in received]
     first = dict(reversed(with_ids))
     new_ids = set(await _mark_new(tx, tables, dict(with_ids), now))
@@ -60,7 +61,7 @@ async def select_new_events(
 async def _mark_new(
     tx: AsyncConnection, tables: StreamTables, names: dict[str, DeadLetter] | dict[str, Received], now: datetime
 ) -> list[str]:
-    """Mark ids as seen, and return those that are new, in order."""
+    """Mark ids as seen, and return those that were not seen before, in order."""
     if not names:
         return []
     table = tables.seen
@@ -73,7 +74,7 @@ async def _mark_new(
 
 
 async def store_positions(tx: AsyncConnection, tables: StreamTables, records: Sequence[Record]) -> None:
-    """Store the positions after `records`, whose effects are in this database."""
+    """Store the offsets after `records`, because the effects of these records are in this transaction."""
     next_offsets: dict[tuple[str, int], int] = {}
     for record in records:
         key = (record.topic, record.partition)
@@ -83,7 +84,8 @@ async def store_positions(tx: AsyncConnection, tables: StreamTables, records: Se
 
 
 async def position(tx: AsyncConnection, tables: StreamTables, topic: str) -> dict[int, int]:
-    """Return the next offset of each partition of `topic`, up to which the effects are in this database."""
+    """Return the stored offset of each partition of `topic`. The effects of all records before it are in this
+    database."""
     table = tables.positions
     rows = await tx.execute(select(table.c.partition, table.c.next_offset).where(table.c.topic == topic))
     return {row.partition: row.next_offset for row in rows}
@@ -99,7 +101,7 @@ _PAGE = 100
 
 @dataclass(frozen=True, slots=True)
 class HeldRecord:
-    """A refused record that waits in the database for a retry. `name` is the id of its row."""
+    """Refused record that waits in the database for a retry. `name` is the id of its row."""
 
     name: str
     tenant: str
@@ -108,14 +110,14 @@ class HeldRecord:
 
 @dataclass(frozen=True, slots=True)
 class RecordToHold:
-    """A record to be held, because too many records of its tenant were refused."""
+    """Refused record that must be stored for a retry, because too many records of its tenant were refused."""
 
     record: Record
     tenant: str
 
 
 class HeldRecords:
-    """Refused records of one service that wait in its database for a retry, bounded for each tenant.
+    """Refused records of one service that wait in its database for a retry, with limits for each tenant.
 
     Methods with `tx` run in the caller's transaction.
     """
@@ -130,20 +132,19 @@ class HeldRecords:
         """Whether held records must be retried, which is the case after a start and after `resume`."""
 
     def has_capacity(self, tenant: str, record: Record) -> bool:
-        """Return whether one more record of the tenant may be held."""
+        """Return whether one more record of the tenant may be held within the limits."""
         full = self._bytes[tenant] + _size(record) > HELD_BYTES_MAX
         return self._counts[tenant] < HELD_RECORDS_MAX and not full
 
     def count(self, tenant: str, record: Record) -> None:
-        """Add a held record to the tenant's number and bytes of held records, which are bounded. Call it after the
-        transaction that stored the record has committed.
-        """
+        """Add a held record to the tenant's counters, which are compared with the limits. Call it after the transaction
+        that stored the record has committed."""
         self._counts[tenant] += 1
         self._bytes[tenant] += _size(record)
         RECORDS_HELD.labels(self._service).set(sum(self._counts.values()))
 
     def advance(self, page: Sequence[HeldRecord]) -> None:
-        """Record that the held records of `page` were retried. An empty page ends the retry."""
+        """Record that the held records in `page` were retried. An empty page ends the retry."""
         self.is_due = bool(page)
         self._after = page[-1].name if page else ""
 
@@ -153,13 +154,13 @@ class HeldRecords:
         await upsert(tx, self._table, {"job_id": _name(record)}, values, update=False)
 
     async def remove(self, tx: AsyncConnection, name: str) -> None:
-        """Remove the record with the row id `name`."""
+        """Delete the held record whose row id is `name`."""
         await tx.execute(delete(self._table).where(self._table.c.job_id == name))
 
     async def page(self, database: Database) -> list[HeldRecord]:
-        """Return the next records to retry, ordered by topic, partition and offset.
+        """Return the next held records to retry, ordered by topic, partition and offset.
 
-        The first page resets the counters. The caller passes each record that stays held to `count` again.
+        The first page resets the counters, so the caller must pass each record that stays held to `count` again.
         """
         if not self._after:
             self._counts.clear()
@@ -172,7 +173,7 @@ class HeldRecords:
 
 
 def _name(record: Record) -> str:
-    """Return a row id that sorts by topic, partition and offset in both databases."""
+    """Return a row id by which both databases sort held records by topic, partition and offset."""
     return f"held/{record.topic}/{record.partition:010d}/{record.offset:020d}"
 
 
@@ -219,7 +220,8 @@ _REFUSED_KEY_MAX = 512
 
 
 class Outbox:
-    """Outbox of one service. Call `add` in the transaction of the effect and `flush` after it, not concurrently."""
+    """Outbox of one service. Call `add` in the transaction of the effect, then `mark_committed` or `mark_rolled_back`,
+    then `flush`. Calls must not overlap."""
 
     def __init__(self, database: Database, tables: StreamTables, producer: EventProducer, clock: Clock) -> None:
         self._database = database
@@ -231,11 +233,11 @@ class Outbox:
         self._acknowledged: list[int] = []
 
     async def encode(self, events: Sequence[Event]) -> list[Outgoing]:
-        """Return the records of `events`, with the current trace context."""
+        """Encode events as records with the current trace context."""
         return [await self._producer.encode(event) for event in events]
 
     async def add(self, tx: AsyncConnection, records: Sequence[Outgoing]) -> None:
-        """Store `records` in `tx` for sending, and delete acknowledged rows. Must be called once per transaction."""
+        """Store `records` for sending, and delete rows that were acknowledged. Must be called once per transaction."""
         if self._acknowledged:
             await tx.execute(delete(self._table).where(self._table.c.id.in_(self._acknowledged)))
         if records:
@@ -247,18 +249,18 @@ class Outbox:
             self._added = list(zip(sorted(rows.scalars()), records, strict=True))
 
     def mark_committed(self) -> None:
-        """Queue the records of the last `add` for `flush`, because their transaction has committed."""
+        """Queue the records of the last `add` for `flush`. Call it after their transaction has committed."""
         self._unsent += self._added
         self._added = []
         self._acknowledged = []
         OUTBOX_ROWS.set(len(self._unsent))
 
     def mark_rolled_back(self) -> None:
-        """Discard the records of the last `add`, whose transaction was rolled back."""
+        """Discard the records of the last `add`. Call it after their transaction was rolled back."""
         self._added = []
 
     async def flush(self) -> None:
-        """Send all unsent records in order. If the bus does not respond, keep them and raise `Unavailable`."""
+        """Send all queued records in order. If the bus does not respond, keep them and raise `Unavailable`."""
         while self._unsent:
             batch = self._unsent[:_SEND_AT_ONCE_MAX]
             await self._send([record for _, record in batch])
@@ -267,9 +269,10 @@ class Outbox:
         OUTBOX_ROWS.set(0)
 
     async def adopt(self, *, at_start: bool = False) -> int:
-        """Send the rows of crashed processes: all rows at the start, later only old ones. Return their number.
+        """Send rows that crashed processes left in the outbox, and return their number. At the start these are all
+        rows, later only old ones.
 
-        On a shared database new rows of another replica may be sent, too, which is harmless.
+        If processes share a database, new rows of another process may be sent twice, which is harmless.
         """
         await self.flush()
         table = self._table
@@ -290,7 +293,7 @@ class Outbox:
             adopted += len(rows)
 
     async def _send(self, records: Sequence[Outgoing]) -> None:
-        """Send records. A record that the bus refuses permanently is replaced by a dead letter."""
+        """Send records. In place of a record that the bus refuses permanently, send a dead letter."""
         try:
             await self._producer.send_raw(records)
         except InvalidEvent:

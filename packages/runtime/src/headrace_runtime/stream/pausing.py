@@ -1,8 +1,8 @@
-"""Limits of dead letters, for each tenant and for a consumer that refuses the records of all tenants.
+"""Limits on dead letters: for each tenant, and for a consumer that refuses the records of all tenants.
 
-If a tenant exceeds its limit, its further refused records are held, without effects on other tenants. If the last
-record of every tenant was refused, the consumer itself may be broken (a bad deployment), and it reports that it is
-paused until an operator resumes it.
+If a tenant exceeds its limit, its further refused records are held in the database, without effects on other tenants.
+If the latest record of every tenant was refused, the consumer itself may be broken (a bad deployment). Then it pauses
+until an operator resumes it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ class RefusalLimit:
         self._run = 0
 
     def note(self, refused: Sequence[bool]) -> None:
-        """Add the outcomes of records in order: True for a refused one, False for a handled one."""
+        """Count the outcomes of records in order: True for a refused record, False for a handled one."""
         for is_refused in refused:
             self._run = self._run + 1 if is_refused else 0
             self._recent.append(is_refused)
 
     def admits(self, refused: Sequence[bool]) -> int:
-        """Return how many of these records may be counted before the limit is exceeded."""
+        """Return how many of the next records may be counted before the limit is exceeded. `refused` has True for those
+        that are refused."""
         preview = RefusalLimit(self._bounds)
         preview._recent.extend(self._recent)
         preview._run = self._run
@@ -55,12 +56,12 @@ class RefusalLimit:
 
     @property
     def works(self) -> bool:
-        """Whether the last record was handled."""
+        """Whether the latest record of the tenant was handled."""
         return bool(self._recent) and self._run == 0
 
     @property
     def reason(self) -> str | None:
-        """Sentence about the limit that the refused records exceed; None while further records may be refused."""
+        """Message about the limit that is exceeded, or None while further records may be refused."""
         bounds, window = self._bounds, len(self._recent)
         if bounds.run_max and self._run > bounds.run_max:
             return f"{bounds.run_max} records in a row were refused (dead_letters.run_max)"
@@ -69,15 +70,14 @@ class RefusalLimit:
         return None
 
     def reset(self) -> None:
-        """Forget all records, so that the counters begin at zero."""
+        """Set the counters to zero."""
         self._recent.clear()
         self._run = 0
 
 
 class TenantLimits:
-    """Counters of refused and handled records for the tenants with the most recent records. Older tenants begin again
-    at zero.
-    """
+    """Counters of refused and handled records by tenant, for the tenants with the most recent records. Other tenants
+    begin again at zero."""
 
     def __init__(self, bounds: RefusalBounds) -> None:
         self._bounds = bounds
@@ -85,9 +85,8 @@ class TenantLimits:
         self._over: dict[str, str] = {}
 
     def note(self, tenant: str, *, refused: bool) -> None:
-        """Add the outcome of one record to its tenant's counters: handled, or refused (its dead letter must be
-        durable).
-        """
+        """Count the outcome of one record of a tenant. Call it for a refused record after its dead letter is
+        durable."""
         limit = self._limit(tenant)
         limit.note([refused])
         if not refused:
@@ -98,12 +97,13 @@ class TenantLimits:
         return bool(self._limit(tenant).admits([True]))
 
     def admit_all(self, tenants: Iterable[str]) -> bool:
-        """Return whether one record per entry of `tenants` may be dead-lettered, also in sequence."""
+        """Return whether records of `tenants`, one for each element, may all be dead-lettered."""
         counts = Counter(tenants)
         return all(self._limit(tenant).admits([True] * count) == count for tenant, count in counts.items())
 
     def note_held(self, tenant: str) -> str | None:
-        """Record that a refused record of the tenant is held. Return the reason for the first one, then None."""
+        """Record that a refused record of the tenant is held. Return the exceeded limit if it is the first one, then
+        None."""
         if tenant in self._over:
             return None
         limit = self._limit(tenant)
@@ -113,13 +113,14 @@ class TenantLimits:
 
     @property
     def paused(self) -> str | None:
-        """The reason why the consumer may be broken: a tenant exceeds its limit, and every last record was refused."""
+        """Reason why the consumer itself may be broken, or None: a tenant exceeds its limit, and the latest record of
+        every tenant was refused."""
         if not self._over or any(limit.works for limit in self._limits.values()):
             return None
         return next(iter(self._over.values()))
 
     def reset(self) -> None:
-        """Reset the counters of refused records of all tenants."""
+        """Set the counters of all tenants to zero."""
         self._limits.clear()
         self._over.clear()
 
@@ -136,7 +137,7 @@ log = get_logger(__name__)
 
 
 class Pausable(Protocol):
-    """Consumer that can pause. `paused` is the reason, or None while it runs."""
+    """Consumer that can pause. `paused` is the reason of a pause, or None while the consumer runs."""
 
     @property
     def paused(self) -> str | None: ...
@@ -145,11 +146,11 @@ class Pausable(Protocol):
 
 
 class DeadLetterLimiter:
-    """Limits of dead letters for a service without the stream host and without a database.
+    """Limits on dead letters for a service that uses neither Faust nor a database.
 
-    The records of a tenant beyond its limits are still dead-lettered while records of other tenants are handled,
-    because the letters contain the complete records. If the last record of every tenant was refused, the consumer
-    itself may be broken, and it pauses.
+    If a tenant exceeds its limit, its records are still dead-lettered while records of other tenants are handled,
+    because the dead letters contain the complete records. If the latest record of every tenant was refused, the
+    consumer itself may be broken, and it pauses.
     """
 
     def __init__(
@@ -163,11 +164,11 @@ class DeadLetterLimiter:
         PAUSED.labels(service).set(0)
 
     def note_handled(self, event: Event | None = None) -> None:
-        """Count a record that was handled."""
+        """Count a record that was handled, for the tenant of its event."""
         self._limits.note(getattr(event, "tenant", UNKNOWN_TENANT), refused=False)
 
     async def __call__(self, record: Record, error: InvalidEvent) -> None:
-        """Write a dead letter for a refused record, and return once it is durable. If too many records were refused,
+        """Send the dead letter of a refused record, and return once it is durable. If too many records were refused,
         first wait until an operator calls `resume`.
 
         Raises:
@@ -184,7 +185,7 @@ class DeadLetterLimiter:
         self._limits.note(tenant, refused=True)
 
     def resume(self) -> None:
-        """Continue. The limits of refused records begin again at zero."""
+        """End the pause, and set the counters of refused records to zero."""
         self._limits.reset()
         self.paused = None
         PAUSED.labels(self._service).set(0)

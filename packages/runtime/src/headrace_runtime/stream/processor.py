@@ -1,8 +1,9 @@
-"""Core of a stream service, without Kafka and Faust: processes records into effects and events.
+"""Core of a stream service, without Kafka and Faust: it turns records into effects in the database and events.
 
 All services share one policy. A record is decoded or dead-lettered. Deduplication, effect, outgoing events and position
-commit in one transaction. An unavailable dependency is retried, and the process exits if retries fail. A record that
-alone breaks its handler is dead-lettered. So delivery is at least once, and effects are idempotent.
+commit in one transaction. If a dependency is unavailable, the batch is retried, and the process exits if retries fail.
+A record that makes its handler fail even alone is dead-lettered. So delivery is at least once, and effects are
+idempotent.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ _Item = Received | RefusedRecord | RecordToHold
 
 @dataclass(slots=True)
 class Processor:
-    """Processor of the records of one service. `process` and `step` never overlap; any task may call them."""
+    """Processor of the records of one service. Any task may call `process` and `step`; the calls run one after the
+    other."""
 
     service: str
     handlers: Mapping[str, Handler]
@@ -63,16 +65,17 @@ class Processor:
     clock: Clock
     limits: ProcessorLimits = DEFAULT_LIMITS
     ends_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """For each topic, the topics whose end offsets its handler needs."""
+    """For each topic, the topics whose end offsets the handler of its records needs."""
     after_batch: Step | None = None
-    """A step after each batch, in the batch's transaction, when `position` already includes the batch. If it fails with
-    isolated items it is skipped, so a timer should run it, too."""
+    """Step that runs after each batch, in the batch's transaction, when `position` already includes the batch. If it
+    fails even with isolated items, it is skipped, so a timer should run it, too."""
     ends: Ends | None = None
-    """Reads end offsets from the bus and raises `Unavailable`; set by the host."""
+    """Function that reads the end offsets of a topic from the bus, or raises `Unavailable`. The host sets it."""
     disk: DiskGuard | None = None
-    """Guard of the database's disk. No batch begins while the disk is short of space. Timers, which free space, run."""
+    """Free-space check of the database's disk. No batch begins while it reports a shortage. Timers, which free space,
+    still run."""
     paused: str | None = None
-    """The reason why the consumer may be broken, so that refused records are held. Timers run nevertheless."""
+    """Reason why the consumer itself may be broken, so that refused records are held, or None. Timers still run."""
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     _limits: TenantLimits = field(init=False)
     _held_records: HeldRecords = field(init=False)
@@ -84,14 +87,14 @@ class Processor:
         PAUSED.labels(self.service).set(0)
 
     async def process(self, records: Sequence[Record]) -> None:
-        """Process records. Return once all effects are durable and all events are acknowledged.
+        """Process records, and return once all effects are durable and all events are acknowledged.
 
-        Refused records of a tenant beyond its limits are held in the database. If the database holds too many and the
-        consumer itself may be broken, this waits for `resume`. The remaining records are not acknowledged, so a restart
-        reads them again.
+        Refused records of a tenant that exceeds its limits are held in the database. If too many are held and the
+        consumer itself may be broken, this waits until `resume` is called. The remaining records are not acknowledged,
+        so a restart reads them again.
 
         Raises:
-            Exception: only a restart can help.
+            Exception: the processor cannot continue; the process must be restarted.
         """
         if self.disk is not None:
             await self.disk.wait_for_room()
@@ -101,7 +104,8 @@ class Processor:
             remaining = await self._process(remaining)
 
     async def _process(self, records: Sequence[Record]) -> list[Record]:
-        """Process records, after held ones that are due. Return those that cannot be processed before `resume`."""
+        """Process records, after held records whose retry is due. Return the records that cannot be processed before
+        `resume`."""
         remaining: list[Record] = []
 
         async def handle() -> None:
@@ -116,18 +120,17 @@ class Processor:
         return remaining
 
     def resume(self) -> None:
-        """Retry held records and continue. The limits of refused records begin again at zero."""
+        """Set the counters of refused records to zero, retry held records, and continue."""
         self._limits.reset()
         self._held_records.is_due = True
         self._report(None)
         self._resumed.set()
 
     def _report(self, record: Record | None) -> None:
-        """Take over from the limits why reading is paused (None if it is not) into `paused` and the metric. Log when a
-        pause begins.
+        """Set `paused` and its metric to the present state of the limits. Log the beginning of a pause.
 
         Args:
-            record: next record to be processed, whose position is logged.
+            record: the next record to be processed, whose position is logged; None for no log entry.
         """
         paused = self._limits.paused
         if paused is not None and self.paused is None and record is not None:
@@ -136,7 +139,8 @@ class Processor:
         PAUSED.labels(self.service).set(paused is not None)
 
     async def step(self, work: Step) -> bool:
-        """Run `work` in a transaction of its own and publish its events. Return whether there is more work."""
+        """Run `work` in its own transaction, and publish the events that it returns. Return whether there is more
+        work."""
         is_unfinished = False
 
         async def run_work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
@@ -159,7 +163,7 @@ class Processor:
         """Send the events that a crash left in the outbox. Must be called once, before the first batch.
 
         Args:
-            starts: the first offset to be read of each (topic, partition). It initialises missing positions in the
+            starts: the offset at which each (topic, partition) will be read. It initialises missing positions in the
                 database, so that `position` reaches the end even if there are no records to read.
         """
         if starts:
@@ -173,7 +177,8 @@ class Processor:
             log.info("outbox_adopted", rows=adopted)
 
     async def prune(self) -> None:
-        """Delete old event ids, adopt orphaned outbox rows and retry held records. Called about every minute."""
+        """Delete old event ids, send orphaned events of the outbox, and retry held records. Called about once a
+        minute."""
         await run_until_finished(self.clock, lambda: self.step(self._forget_ids))
         while self._held_records.is_due:
             await self._process([])
@@ -186,9 +191,9 @@ class Processor:
         return Unfinished() if await delete_batch(tx, seen, old, order=seen.c.at_ms) else []
 
     async def _persist(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Run `work` until it succeeds or `retry_s` is over.
+        """Run `work`, and repeat it while a dependency is unavailable, for at most `retry_s`.
 
-        A full disk has no time limit, as a restart cannot help.
+        While a disk is full it is repeated without a time limit, because a restart would not help.
         """
         deadline = self.clock.monotonic_s() + self.limits.retry_s
         attempt = 0
@@ -204,7 +209,8 @@ class Processor:
             attempt += 1
 
     async def _handle(self, records: Sequence[Record]) -> list[Record]:
-        """Handle records. Return those from the first one on that can be neither dead-lettered nor held."""
+        """Process records in one transaction, or one by one if that fails. Return the remaining records if one can be
+        neither dead-lettered nor held."""
         decoder = BatchDecoder(self.clock)
         items = [await self._decode(record, decoder) for record in records]
         if self._limits.admit_all(item.tenant for item in items if isinstance(item, RefusedRecord)):
@@ -222,7 +228,7 @@ class Processor:
         return []
 
     async def _retry_held(self) -> None:
-        """Retry the next page of held records, except those of tenants beyond their limits."""
+        """Retry the next page of held records, except those of tenants that exceed their limits."""
         page = await self._held_records.page(self.database)
         decoder = BatchDecoder(self.clock)
         for row in page:
@@ -233,7 +239,8 @@ class Processor:
         self._held_records.advance(page)
 
     async def _handle_alone(self, item: Received | RefusedRecord, held_row: str | None = None) -> bool:
-        """Handle one item, and return whether that was possible. `held_row` is the row id of a held record."""
+        """Process one item, and return False if it can be neither processed nor refused. `held_row` is the row id if it
+        is a held record."""
         if isinstance(item, RefusedRecord):
             return await self._refuse(item, held_row)
         reason, text, attempt = "handler_error", "", 0
@@ -253,7 +260,7 @@ class Processor:
         return await self._refuse(self._refused_record(item.record, reason, text, item, attempt), held_row)
 
     async def _refuse(self, item: RefusedRecord, held_row: str | None) -> bool:
-        """Dead-letter the item, or hold it if its tenant is beyond its limits. Return whether either was possible."""
+        """Dead-letter the item, or hold it if its tenant exceeds its limits. Return False if neither is possible."""
         if self._limits.admits(item.tenant):
             await self._commit_batch([item], held_row)
             return True
@@ -294,7 +301,8 @@ class Processor:
     async def _commit_batch(
         self, items: Sequence[_Item], held_row: str | None = None, *, isolated: bool = False
     ) -> None:
-        """Commit items with `after_batch`. If that fails, isolate the items of `after_batch`, and then leave it out."""
+        """Commit items together with the step `after_batch`. If the step fails, run it with isolated items, and if it
+        fails again, commit without it."""
         step = self.after_batch if items else None
         for isolate_step in (True,) if isolated else (False, True):
             try:
@@ -307,14 +315,14 @@ class Processor:
     async def _commit(
         self, items: Sequence[_Item], step: Step | None = None, *, isolated: bool, held_row: str | None = None
     ) -> None:
-        """Store the effects of records that were handled, and then those of `step`, in one database transaction.
+        """Handle items and run `step`, in one database transaction, and send the resulting events.
 
         Args:
-            items: handled records with their effects.
+            items: decoded records to handle, and refused records to dead-letter or hold.
             step: further work in the same transaction.
             isolated: whether handlers and the step process each item in isolation, so that a failing item does not undo
                 the others.
-            held_row: row id, if the only item is a held record; the position on the topic is already after it.
+            held_row: row id if the only item is a held record. The stored position is already after it.
 
         Raises:
             StepFailed: the step has raised an exception.
@@ -349,7 +357,8 @@ class Processor:
         self._note(items, now)
 
     def _note(self, items: Sequence[_Item], now: datetime) -> None:
-        """Count the outcomes of items in metrics and in the tenants' limits, after their transaction has committed."""
+        """Count the outcomes of items in metrics and in the tenants' limits. Called after their transaction has
+        committed."""
         for item in items:
             if isinstance(item, Received):
                 self._limits.note(tenant_of(item), refused=False)
@@ -373,7 +382,7 @@ class Processor:
             raise StepFailed(f"{getattr(step, '__qualname__', step)}: {reason_of(error)}") from error
 
     async def _ends(self, received: Sequence[Received]) -> dict[str, Mapping[int, int]]:
-        """Return the end offsets of the topics that the handlers of `received` need."""
+        """Return, by topic, the end offsets that the handlers of `received` need."""
         topics = {topic for item in received for topic in self.ends_of.get(item.record.topic, ())}
         if not topics or self.ends is None:
             return {}

@@ -1,4 +1,5 @@
-"""Types of the work of a stream service: handlers of records, steps, and their limits."""
+"""Types of the work of a stream service: handlers of records, steps (work that is not caused by a record), and their
+limits."""
 
 from __future__ import annotations
 
@@ -20,17 +21,15 @@ _REST_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class Handling:
-    """Context of one call of a stream handler: the open database transaction, the time, the received record, and the
-    ends of the topics on the bus.
-    """
+    """Context of one call of a handler: transaction, time, received event, and end offsets of topics."""
 
     tx: AsyncConnection
-    """The open transaction."""
+    """Open transaction, in which the handler must make all its changes."""
     now: datetime
     received: Received
-    """The handled event with its envelope and its record."""
+    """Event to handle, with its envelope and its record."""
     ends: Mapping[str, Mapping[int, int]]
-    """End offsets by topic and partition, read just before this batch, for the topics that the service needs."""
+    """End offsets by topic and partition, read just before this batch, for the topics in `Processor.ends_of`."""
 
 
 Handler = Callable[[Any, Handling], Awaitable[Sequence[Event]]]
@@ -44,13 +43,13 @@ retried and then dead-lettered as `handler_error`.
 Step = Callable[[AsyncConnection, datetime], Awaitable[Sequence[Event]]]
 """Work that is not caused by a single event. It must process its items with `headrace_runtime.storage.isolation.each`.
 
-If it raises an exception other than `Unavailable`, it runs again with isolated items, so that a failing item fails
-alone. If it still raises, no item is the cause, and the step fails with `StepFailed`.
+If it raises an exception other than `Unavailable`, it is repeated with isolated items, so that only a failing item
+fails. If it raises again, no item is the cause, and `StepFailed` is raised.
 """
 
 
 class Unfinished(list[Event]):
-    """Result of a step that has done enough work for one transaction and must run again for the rest."""
+    """Events of a step that has done enough work for one transaction, and must run again for the rest."""
 
 
 Ends = Callable[[str], Awaitable[Mapping[int, int]]]
@@ -64,22 +63,23 @@ class ProcessorLimits:
     retry_s: float = 60.0
     """Seconds for which a batch is retried while a dependency is unavailable, before the process exits."""
     attempts: int = 3
-    """Number of tries of a record whose handler fails, before it is dead-lettered."""
+    """Number of attempts to handle a record, after which it is dead-lettered."""
     seen_for: timedelta = timedelta(days=8)
-    """Age at which event ids are deleted. It must exceed the retention of the topics."""
+    """Age at which ids of handled events are deleted. It must exceed the retention of the topics."""
     refusals: RefusalBounds = field(default_factory=RefusalBounds)
-    """Limits of refused records."""
+    """Limits on the refused records of a tenant."""
 
 
 DEFAULT_LIMITS = ProcessorLimits()
 
 
 class StepFailed(HeadraceError):
-    """A step has raised although its items were isolated. It had no effect, and a timer runs it again."""
+    """Raised if a step fails even with isolated items. Its transaction was rolled back, and a timer runs it again."""
 
 
 async def run_until_finished(clock: Clock, work: Callable[[], Awaitable[bool]]) -> None:
-    """Run `work` until it returns False, with pauses as long as each run, because the stream has precedence."""
+    """Run `work` until it returns False. After each run, pause as long as the run took, because records have
+    precedence."""
     while True:
         began = clock.monotonic_s()
         if not await work():

@@ -1,5 +1,5 @@
-"""Composition root of collector, scorer and judge: database, outbox, timers and health, and Faust, which runs their
-`Processor`.
+"""Composition root of the stream services (collector, scorer, judge): database, outbox, timers, health, and Faust,
+which feeds the `Processor` with records.
 
 Faust delivers raw bytes, and offsets are committed only after the effect is durable. Its own decoding, batching
 (`take`) and tables are not used: Faust skips records that it cannot decode, `take` acknowledges a batch whose handler
@@ -42,9 +42,11 @@ _PRUNE_INTERVAL_S = 60.0
 
 
 class FaustHost:
-    """Host of one processor, with one consumer group and one agent for all topics. Batches are processed in sequence.
+    """Faust application that feeds one processor, with one consumer group and one agent for all topics. Batches are
+    processed one after the other.
 
-    `folder` is for Faust, which creates an empty one, by default in the working directory.
+    `folder` is a working folder that Faust requires and leaves empty. By default Faust would create it in the working
+    directory.
     """
 
     def __init__(
@@ -68,9 +70,9 @@ class FaustHost:
         """Set while the group has assigned partitions, so that the service is ready."""
 
     async def run(self) -> None:
-        """Consume until cancelled. Raises if the processor fails; then the process must be restarted.
+        """Consume records until cancelled. Raises if the processor fails; in this case the process must be restarted.
 
-        A restart loses no records: unacknowledged ones are delivered again, and handled ones are deduplicated.
+        A restart loses no records: unacknowledged records are delivered again, and handled ones are deduplicated.
         """
         self._declare()
         try:
@@ -152,7 +154,7 @@ def _app(group: str, bus: BusSettings, folder: Path) -> Any:
         broker_session_timeout=bus.session_timeout_s,
         broker_heartbeat_interval=1.0,
         broker_commit_interval=1.0,
-        # The response to a join waits for all other members, at the longest until the session of a dead one expires.
+        # The bus answers a join when all other members have joined, or when the session of a dead member has expired.
         broker_request_timeout=max(bus.request_timeout_s, bus.session_timeout_s),
         stream_wait_empty=False,
         loghandlers=[],
@@ -161,7 +163,7 @@ def _app(group: str, bus: BusSettings, folder: Path) -> Any:
 
 
 def _credentials(bus: BusSettings) -> Any:
-    """Return the login in Faust's form, or None without a login."""
+    """Return the login at the bus as Faust's settings require it, or None without a login."""
     options = client_options(bus)
     context = options.get("ssl_context")
     if "sasl_mechanism" not in options:
@@ -186,7 +188,8 @@ log = get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Timer:
-    """A step that runs `interval_s` after its last run has ended, and immediately again while it is `Unfinished`."""
+    """Step that runs again `interval_s` after its last run has ended, or at once if the last run returned
+    `Unfinished`."""
 
     interval_s: float
     step: Step
@@ -194,25 +197,28 @@ class Timer:
 
 @dataclass(frozen=True, slots=True)
 class StreamService:
-    """Definition of one stream service: its tables, handlers of topics, timers and routes. `run` runs it."""
+    """Definition of one stream service: its tables, the handlers of its topics, timers and routes. The function `run`
+    runs it."""
 
     name: str
     package: str
     """The package that contains the folder `migrations`."""
     tables: StreamTables
     handlers: Mapping[str, Handler]
-    """Handler by topic. The service consumes these topics."""
+    """Handler of each topic. The service consumes these topics."""
     ends_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     after_batch: Step | None = None
     timers: Sequence[Timer] = ()
     workers: Callable[[Processor], Sequence[Awaitable[None]]] = lambda _processor: ()
-    """Further tasks of the service, for example workers on jobs. They must commit through `processor.step`."""
+    """Function that returns further tasks, for example workers on jobs. They must make their changes through
+    `processor.step`."""
     routes: Callable[[Processor], Sequence[BaseRoute]] = lambda _processor: ()
     limits: ProcessorLimits = DEFAULT_LIMITS
 
 
 async def run(service: StreamService, common: Common, settings: ServiceSettings) -> None:
-    """Run the service until cancelled. If one task fails, all end, and the exception means that a restart is needed."""
+    """Run the service until cancelled. If one of its tasks fails, all are cancelled, and the process must be
+    restarted."""
     blobs = BlobStore.open(common)
     database = Database.open(service.name, common)
     producer = EventProducer(common.bus, f"headrace/{service.name}", blobs)
