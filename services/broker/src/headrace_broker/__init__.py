@@ -1,4 +1,4 @@
-"""Embedded single-node broker with the Kafka wire protocol."""
+"""Embedded broker: one process that implements the Kafka wire protocol and stores all records in one file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Entry point of `python -m headrace_broker` and of `headrace up`."""
+"""Program of the broker: `python -m headrace_broker`, which `headrace up` also starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Composition root of the broker: opens the file, serves the Kafka port, then imports HTTP and metrics."""
+"""Composition root of the broker. It opens the file, serves the Kafka port, and only then imports HTTP and metrics,
+which takes longer."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from headrace_runtime.storage import disk
 PARTITIONS_MAX = 4_000
 """Maximum number of partitions of all topics together."""
 _FETCHES_BYTES_MAX = 128 * 1024 * 1024
-"""Memory for all Fetch responses in progress. Further ones wait."""
+"""Maximum bytes of all Fetch responses in progress. Further Fetch requests wait."""
 _READER_THREADS = 2
 """Number of threads that read the file."""
 
@@ -43,11 +44,12 @@ log = get_logger(__name__)
 _TRY_INTERVAL_S = 1.0
 _NO_LOGIN = Credentials()
 _SHARE_OF_TABLES = 0.5
-"""Share of `disk_free_bytes_min` below which records of compacted topics are refused, too."""
+"""Part of `disk_free_bytes_min` below which records of compacted topics are refused, too. Other records are refused
+below all of it."""
 
 
 async def run(common: Common, settings: BrokerSettings) -> None:
-    """Serve until cancelled. Raise an exception if only a restart of the process can help."""
+    """Serve Kafka clients until cancelled. Raises an exception if the process must be restarted."""
     folder = common.data_dir.absolute() / "broker"
 
     async def open_store() -> Store:
@@ -79,7 +81,8 @@ async def running_broker(
     credentials: Credentials = _NO_LOGIN,
     guards: tuple[disk.DiskGuard | None, disk.DiskGuard | None] = (None, None),
 ) -> AsyncIterator[tuple[Broker, Server]]:
-    """Context in which a broker serves its port. At the end all submitted operations are committed."""
+    """Serve the Kafka port inside the context, and yield the broker and its server. On exit, all submitted operations
+    are committed."""
     try:
         listener = listening_socket(KAFKA_HOST, settings.kafka_port)
     except OSError as error:
@@ -110,12 +113,12 @@ def assemble(
     credentials: Credentials = _NO_LOGIN,
     guards: tuple[disk.DiskGuard | None, disk.DiskGuard | None] = (None, None),
 ) -> Broker:
-    """Build the parts of the broker from the state in the file.
+    """Create the parts of the broker, with the state that the file contains.
 
     Args:
-        db: connection that the writer takes over.
+        db: connection to the file, which only the writer uses from now on.
         port: port that the broker reports to Kafka clients.
-        guards: guards against a full disk, for ordinary and for compacted topics.
+        guards: free-space checks of the disk, for ordinary and for compacted topics.
     """
     stats, catalog = Stats(repaired=store.repaired, lost_batches=len(store.lost)), TopicCatalog()
     log_, offsets = Log(db), CommittedOffsets(db)
@@ -150,7 +153,8 @@ def assemble(
 
 
 async def _wait_for_failure(failed: asyncio.Future[None], store: Store) -> None:
-    """Raise the failure of a thread once it occurs. After damage, make the next start check and repair the file."""
+    """Wait until a thread of the broker fails, and raise its exception. If the file is damaged, the next start will
+    check and repair it."""
     try:
         await failed
     except Damaged as error:
@@ -160,14 +164,16 @@ async def _wait_for_failure(failed: asyncio.Future[None], store: Store) -> None:
 
 
 async def _tick(broker: Broker) -> None:
-    """Advance the clocks of consumer groups forever, so that sessions and rebalances can time out."""
+    """Call the coordinator at intervals, so that sessions and rebalances of consumer groups can time out. Never
+    returns."""
     while True:
         await broker.clock.sleep(TICK_S)
         broker.coordinator.tick()
 
 
 async def _retry_commits(broker: Broker) -> None:
-    """While commits fail, submit a commit regularly, so that the broker recovers even if no client writes."""
+    """While commits fail, submit an empty commit at intervals, so that the broker recovers even if no client writes.
+    Never returns."""
     while True:
         await broker.clock.sleep(_TRY_INTERVAL_S)
         if broker.writer.trouble is not None:
@@ -186,7 +192,7 @@ async def _maintain(store: Store, broker: Broker) -> None:
 
 
 async def _serve_http(common: Common, broker: Broker, server: Server) -> None:
-    """Serve HTTP and metrics. Their slow imports run in a thread."""
+    """Serve health and metrics over HTTP. The imports for this are slow, and run in a thread."""
     await asyncio.to_thread(batch.prepare)
     web = await asyncio.to_thread(import_module, "headrace_runtime.http.web")
     metrics = await asyncio.to_thread(import_module, "headrace_broker.metrics")
@@ -198,14 +204,12 @@ async def _serve_http(common: Common, broker: Broker, server: Server) -> None:
 
 
 _RAW_BYTES_MAX = 512 * 1024
-"""Maximum number of damaged bytes in a dead letter, whose base64 has to fit into a message."""
+"""Maximum number of damaged bytes in a dead letter, so that their base64 fits into a record."""
 
 
 async def dead_letter(broker: Broker, lost_ranges: list[LostRange]) -> None:
-    """Publish a dead letter for each lost range on Headrace's topic, if the broker has it.
-
-    The ranges are logged in any case.
-    """
+    """Publish a dead letter for each lost range of offsets, if the topic `dead-letters` exists. The store has already
+    logged the ranges."""
     from headrace_schemas import DeadLetter
 
     topic = broker.catalog.topics.get(DeadLetter.topic)

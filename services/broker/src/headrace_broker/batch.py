@@ -1,8 +1,10 @@
-"""Record batches (magic 2): their checksum, the fields of their records that the broker needs, bounded decompression.
+"""Record batches (magic 2): parsing, checksum, decompression with a size limit, and the fields of records that the
+broker needs.
 
-The broker reads only the header of most batches; of a record it reads key, time and whether there is a value. The
-checksum is CRC-32C (Castagnoli) from aiokafka's C extension. Importing aiokafka takes longer than the rest of the
-broker, so `prepare` imports it after the port is open. https://kafka.apache.org/documentation/#recordbatch
+The broker reads only the header of most batches. Of a record it reads the key, the timestamp, and whether it has a
+value. The checksum is CRC-32C (Castagnoli) from aiokafka's C extension. Importing aiokafka takes longer than the rest
+of the broker's start, so `prepare` imports it after the port is open.
+https://kafka.apache.org/documentation/#recordbatch
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ def crc32c(data: bytes | memoryview) -> int:
 
 @cache
 def prepare() -> Callable[[bytes | memoryview], int]:
-    """Import and return the implementation of CRC-32C. The first call blocks for about 0.2 s."""
+    """Import the function that computes CRC-32C, and return it. The first call takes about 0.2 s."""
     from aiokafka.record.util import calc_crc32c
 
     implementation: Callable[[bytes | memoryview], int] = calc_crc32c
@@ -40,7 +42,8 @@ _CHECKED_FROM = 21
 HEADER_BYTES = _HEADER.size
 _LENGTH_FROM = 12
 _RECORD_BYTES_MIN = 7
-"""Length, attributes, two deltas, two lengths and the number of headers take at least one byte each."""
+"""Minimum size of a record: its length, attributes, two deltas, two lengths and the number of headers take one byte
+each."""
 _CODEC_BITS = 0x07
 _LOG_APPEND_TIME = 0x08
 _TRANSACTIONAL = 0x10
@@ -50,7 +53,7 @@ NO_PRODUCER = -1
 
 @dataclass(frozen=True, slots=True)
 class RecordBatch:
-    """Bytes of a batch, with the fields of its header."""
+    """A record batch: its bytes, and the fields of its header."""
 
     raw: bytes | memoryview
     base_offset: int
@@ -81,11 +84,11 @@ class RecordBatch:
 
     @property
     def body(self) -> memoryview:
-        """The records, compressed according to `codec`."""
+        """Bytes of the records, compressed according to `codec`."""
         return memoryview(self.raw)[HEADER_BYTES:]
 
     def with_base_offset(self, offset: int) -> bytes:
-        """Return the bytes of the batch, with `offset` as its base offset."""
+        """Return a copy of the batch's bytes with `offset` as base offset."""
         return _BASE.pack(offset, len(self.raw) - _LENGTH_FROM, 0) + memoryview(self.raw)[_BASE.size :]
 
     def with_records(self, body: bytes, count: int, codec: int) -> bytes:
@@ -115,7 +118,7 @@ def checksum_fits(raw: bytes | memoryview) -> bool:
 
 
 def parse_produced(raw: bytes | memoryview) -> RecordBatch:
-    """Parse and validate the batch of a producer, with Kafka's checks. Raises `Rejected`."""
+    """Parse the batch that a producer sent, and validate it with the same checks as Kafka. Raises `Rejected`."""
     if len(raw) > 16 and raw[16] != 2:
         raise Rejected(Code.UNSUPPORTED_FOR_MESSAGE_FORMAT, f"message format {raw[16]} is not supported; use format 2")
     if len(raw) < HEADER_BYTES:
@@ -135,7 +138,8 @@ def parse_produced(raw: bytes | memoryview) -> RecordBatch:
 
 
 def build_transaction_marker(*, committed: bool, producer_id: int, epoch: int, timestamp_ms: int) -> RecordBatch:
-    """Build the control batch that marks the end of a producer's transaction in a partition."""
+    """Build the control batch (transaction marker) that ends a producer's transaction in a partition by a commit or an
+    abort."""
     key = struct.pack(">hh", 0, int(committed))
     value = struct.pack(">hi", 0, 0)
     record = bytes([0, 0, 0, 2 * len(key)]) + key + bytes([2 * len(value)]) + value + b"\0"
@@ -191,18 +195,19 @@ def _pack(batch: RecordBatch, attributes: int, count: int, body: bytes) -> bytes
 
 
 class RawRecord(NamedTuple):
-    """Fields of one record. They are views into the batch, and are valid only as long as the batch."""
+    """One record of a batch, with the fields that the broker needs. They are views into the batch's bytes."""
 
     offset: int
     timestamp: int
     key: memoryview | None
     tombstone: bool
     raw: memoryview
-    """The record with its length, as in the batch. It is only valid in the same batch."""
+    """Bytes of the record with its length, as they are in the batch. They contain deltas, so they are valid only in
+    this batch."""
 
 
 def records(batch: RecordBatch) -> Iterator[RawRecord]:
-    """Yield the batch's records in order. Raises `Malformed`, possibly after some records."""
+    """Yield the records of a batch in order. Raises `Malformed`, possibly after some records."""
     body = decompress(batch.codec, batch.body)
     at = 0
     for _ in range(batch.count):
@@ -228,7 +233,7 @@ def records(batch: RecordBatch) -> Iterator[RawRecord]:
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
-    """Return a zigzag varint and the position after it."""
+    """Read a zigzag varint at position `at`. Return its value and the position after it."""
     try:
         byte = data[at]
         if byte < 0x80:  # nearly always
@@ -248,13 +253,13 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
 
 NONE, GZIP, SNAPPY, LZ4, ZSTD = range(5)
 OPENED_BYTES_MAX = 64 * 1024 * 1024
-"""Maximum size of a decompressed body. A malicious megabyte can expand to a gigabyte."""
+"""Maximum bytes of a decompressed body, because a malicious megabyte could expand to a gigabyte."""
 _XERIAL = b"\x82SNAPPY\0"
 _XERIAL_HEADER_BYTES = 16
 
 
 def decompress(codec: int, body: bytes | memoryview) -> memoryview:
-    """Return the decompressed records of a batch. Raises `Malformed` for invalid or too large data."""
+    """Decompress the records of a batch. Raises `Malformed` for invalid or too large data."""
     if codec == NONE:
         return memoryview(body)
     import cramjam
@@ -266,7 +271,7 @@ def decompress(codec: int, body: bytes | memoryview) -> memoryview:
 
 
 def compress_gzip(body: bytes) -> bytes:
-    """Compress the records of a rewritten batch with gzip, which all clients support."""
+    """Compress the records of a rewritten batch with gzip, because all clients support it."""
     compressor = zlib.compressobj(level=6, wbits=31)
     return compressor.compress(body) + compressor.flush()
 
@@ -280,7 +285,7 @@ def _gunzip(body: bytes | memoryview) -> memoryview:
 
 
 def _snappy(body: bytes | memoryview) -> memoryview:
-    """Decompress raw snappy, or snappy blocks with the header that Java clients write."""
+    """Decompress snappy, either raw or in blocks with the header that Java clients write."""
     from cramjam import snappy
 
     data = bytes(body)
@@ -309,7 +314,7 @@ def _zstd(body: bytes | memoryview) -> memoryview:
 
 
 def _decompress_into(decompress: Callable[[bytes, mmap.mmap], int], body: bytes) -> memoryview:
-    """Decompress into a memory map of the largest allowed size, of which only written pages are allocated."""
+    """Decompress into a memory map of the maximum size, of which the system allocates only pages that are written."""
     out = mmap.mmap(-1, OPENED_BYTES_MAX)
     return memoryview(out)[: decompress(body, out)]
 

@@ -1,6 +1,6 @@
-"""The parts of the broker that request handlers use: bounded memory, and the login of connections.
+"""Parts of the broker that request handlers use, a limit on memory, and the login of clients.
 
-Connections authenticate by the user name and the password of the bus (SASL PLAIN, RFC 4616).
+Clients authenticate with the user name and the password of the bus (SASL PLAIN, RFC 4616).
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ MECHANISM = "PLAIN"
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """User name and password that clients must send. If there is no password, all clients are accepted."""
+    """User name and password that clients must send. Without a password, every client is accepted."""
 
     username: str = ""
     password: str = ""
 
     def match(self, message: bytes) -> bool:
-        """Return whether a PLAIN message, `[identity] NUL username NUL password`, has these credentials."""
+        """Return whether a message of SASL PLAIN (`[identity] NUL username NUL password`) contains these
+        credentials."""
         parts = message.split(b"\0")
         if len(parts) != 3:
             return False
@@ -43,7 +44,7 @@ class Credentials:
 
 
 class Login:
-    """State of authentication of one connection."""
+    """Authentication state of one connection."""
 
     def __init__(self, credentials: Credentials) -> None:
         self._credentials = credentials
@@ -55,22 +56,23 @@ class Login:
         """Whether the client has chosen the mechanism."""
 
     def authenticate(self, message: bytes) -> bool:
-        """Check the client's PLAIN message, and return whether it is accepted: always if no password is set."""
+        """Check the client's PLAIN message. Return whether the connection is authenticated, which it always is if no
+        password is set."""
         self.done = self.done or self._credentials.match(message)
         self.refused = not self.done
         return self.done
 
 
 REQUEST_BYTES_MAX = 8 * 1024 * 1024
-"""Largest request in bytes. A larger one closes its connection."""
+"""Maximum size of a request in bytes. The connection of a larger request is closed."""
 
 NODE_ID = 1
 
 
 class MemoryBudget:
-    """Budget of `total` bytes, granted in the order of the requests.
+    """Limit on memory: `total` bytes that requests acquire in the order of their calls.
 
-    A request for more than the total gets the total.
+    A request for more than `total` bytes gets `total`.
     """
 
     def __init__(self, total: int) -> None:
@@ -83,9 +85,8 @@ class MemoryBudget:
         return self._total - self._free
 
     async def acquire(self, size: int) -> int:
-        """Wait until `size` bytes of memory may be used, at most the whole budget, and return the granted number. The
-        caller must release it.
-        """
+        """Wait until `size` bytes are free, or all bytes if `size` is larger than the limit. Return the number of
+        acquired bytes, which the caller must release."""
         size = min(size, self._total)
         if self._waiting or size > self._free:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -101,7 +102,7 @@ class MemoryBudget:
         return size
 
     def release(self, size: int) -> None:
-        """Release bytes, and grant waiting requests."""
+        """Release `size` bytes, and let waiting calls of `acquire` continue."""
         self._free += size
         while self._waiting:
             requested, turn = self._waiting[0]
@@ -117,9 +118,10 @@ class MemoryBudget:
 
 @dataclass(frozen=True, slots=True)
 class Broker:
-    """The broker's parts, which request handlers use.
+    """Parts of the broker that request handlers use.
 
-    `log`, `topics`, `offsets`, `transactions` and `upkeep` may only be used in operations of `writer.submit`.
+    `log`, `topics`, `offsets`, `transactions` and `upkeep` belong to the writer's thread, so they may only be used in
+    operations of `writer.submit`.
     """
 
     settings: BrokerSettings
@@ -137,22 +139,23 @@ class Broker:
     stats: Stats
     fetch_memory: MemoryBudget
     folder: str
-    """The folder of the file."""
+    """Path of the folder that contains the broker's file."""
     port: int
     """The port for Kafka clients."""
     credentials: Credentials
-    """The user name and password that clients must send first."""
+    """User name and password that clients must send."""
     disk: DiskGuard | None = None
-    """Guard that refuses records while the disk is short of space."""
+    """Free-space check for records of ordinary topics; None for no check."""
     disk_of_tables: DiskGuard | None = None
-    """Guard for compacted topics. It permits more, because their size is bounded and a stack needs them to recover."""
+    """Free-space check for records of compacted topics, which permits more: their size is bounded, and services need
+    them to recover."""
 
     def now_ms(self) -> int:
         """Return the current time in milliseconds since 1970."""
         return epoch_ms(self.clock.now())
 
     def view(self, topic: str, number: int) -> PartitionView:
-        """Return a partition. Raises `Rejected` with error code 3 if it does not exist."""
+        """Return the state of a topic's partition. Raises `Rejected` with error code 3 if it does not exist."""
         view = self.catalog.view(topic, number)
         if view is None:
             raise Rejected(Code.UNKNOWN_TOPIC_OR_PARTITION)
@@ -161,7 +164,7 @@ class Broker:
 
 @dataclass(slots=True)
 class RequestContext:
-    """Client and version of one request. `response_bytes` is the memory for its response that it has reserved."""
+    """Client, version and login of one request. `response_bytes` is the memory that was reserved for its response."""
 
     client_id: str
     client_host: str

@@ -1,11 +1,13 @@
-"""Cleanup of logs, by retention and by compaction: functions that read, and `Upkeep`, which writes.
+"""Cleanup of logs by retention and by compaction: functions that find out what to delete, and `Upkeep`, which deletes
+it.
 
-`Upkeep` runs in the writer's thread.
+`Upkeep` runs in the writer's thread. The functions run in a reader's thread.
 
-Retention selects the batches that exceed the retention time or size. Compaction keeps only the newest record of each
-key. A pass of it covers [start, limit). It first indexes the newest offset of each key in the part that is new since
-the last pass, and then drops all older records of these keys from the complete range. The limit is before the last
-batch, so that readers can always reach the end of the log. `index` and `rewrite` do one step each.
+Retention deletes the batches that exceed the topic's maximum age or size. Compaction keeps only the latest record of
+each key. A compaction pass covers the offsets [start, limit). It first finds the latest offset of each key among the
+records that were added since the last pass (`index`), and then drops older records of these keys from the complete
+range (`rewrite`). The limit is before the last batch, so that readers can always reach the end of the log. Each call of
+`index` and `rewrite` processes a few batches.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from headrace_broker.topic_config import TopicConfig
 
 _STEP_ROWS = 500
 _RETENTION_STEP_BYTES = 8 * 1024 * 1024
-"""Maximum number of bytes that one commit deletes, so that producers hardly wait."""
+"""Maximum number of bytes that one commit deletes, so that producers wait only briefly."""
 
 
 class LogBounds(NamedTuple):
@@ -38,9 +40,10 @@ class LogBounds(NamedTuple):
 
 
 def retention_offset(db: sqlite3.Connection, log: LogBounds, config: TopicConfig, now_ms: int) -> int:
-    """Return the offset before which retention deletes the log now, or `log.start`. Call it again after the deletion.
+    """Return the offset before which the topic's retention deletes records now; `log.start` if it deletes none.
 
-    As in Kafka only a prefix of the log is deleted: a batch stays as long as an earlier one stays, whatever its age.
+    Call it again after the deletion, because a step is limited. As in Kafka, only the beginning of a log is deleted: a
+    batch stays while an earlier one stays, whatever its age.
     """
     oldest_ms = now_ms - config.retention_ms if config.retention_ms >= 0 else None
     excess = log.bytes - config.retention_bytes if config.retention_bytes >= 0 else 0
@@ -71,7 +74,7 @@ def first_younger(db: sqlite3.Connection, partition_id: int, start: int, limit: 
 
 
 def deleted_partition(db: sqlite3.Connection) -> int | None:
-    """Return a partition of a deleted topic that still has batches, or None."""
+    """Return the id of a partition that belongs to a deleted topic and still has batches, or None."""
     existing = {row[0] for row in db.execute("SELECT id FROM partitions")}
     at = 0
     query = "SELECT position FROM batches WHERE position >= ? ORDER BY position LIMIT 1"
@@ -84,18 +87,18 @@ def deleted_partition(db: sqlite3.Connection) -> int | None:
 
 
 def last_batch(db: sqlite3.Connection, partition_id: int) -> int | None:
-    """Return the base offset of the last batch in a partition, or None."""
+    """Return the base offset of the last batch of a partition, or None if it has none."""
     query = "SELECT max(position) FROM batches WHERE position >= ? AND position < ?"
     (row_id,) = db.execute(query, (position(partition_id, 0), position(partition_id + 1, 0))).fetchone()
     return None if row_id is None else offset_of(row_id)
 
 
 _COMPACTION_STEP_BYTES = 64 * 1024
-"""Bytes that are read in one step. Compressed records may expand to many times that."""
+"""Number of bytes that one step reads. Compressed records may expand to many times that."""
 
 
 class Replacement(NamedTuple):
-    """Replacement of the batch at `base_offset`. With `payload` None the batch is deleted."""
+    """New content of the batch at `base_offset`. If `payload` is None, the batch is deleted."""
 
     base_offset: int
     payload: bytes | None
@@ -103,15 +106,15 @@ class Replacement(NamedTuple):
 
 @dataclass(slots=True)
 class CompactionPass:
-    """State of one compaction pass over a partition."""
+    """State of one compaction pass over one partition."""
 
     partition_id: int
     start: int
     limit: int
     at: int
-    """Next offset to read. `index` begins at the end of the last pass, `rewrite` at the start."""
+    """Offset of the next batch to read. `index` begins where the last pass ended, `rewrite` at `start`."""
     tombstones_before_ms: int
-    """Tombstones before this time are dropped, because all readers have had the time to read them."""
+    """Time in milliseconds. Older tombstones are dropped, because all readers have had time to read them."""
     keys_max: int
     newest: dict[bytes, int] = field(default_factory=dict)
     aborted: dict[int, list[tuple[int, int]]] = field(default_factory=dict)
@@ -124,9 +127,9 @@ class CompactionPass:
         return any(first <= batch.base_offset <= last for first, last in spans)
 
     def must_keep(self, record: RawRecord) -> bool:
-        """Return whether compaction must keep the record.
+        """Return whether compaction keeps the record.
 
-        It keeps records without a key, and the newest record of each key unless it is an old tombstone.
+        It keeps records without a key, and the latest record of each key unless that is an old tombstone.
         """
         if record.key is None:
             return True
@@ -136,23 +139,23 @@ class CompactionPass:
 
 
 def progress(db: sqlite3.Connection, partition_id: int) -> tuple[int, int]:
-    """Return the offset at which the last compaction pass over a partition ended, and the size in bytes that it
-    left."""
+    """Return where the last compaction pass over a partition ended: its limit (an offset), and the bytes of the
+    partition after it."""
     row = db.execute("SELECT cleaned_to, clean_bytes FROM partitions WHERE id = ?", (partition_id,)).fetchone()
     return row or (0, 0)
 
 
 def begin(db: sqlite3.Connection, work: CompactionPass) -> None:
-    """Prepare a compaction pass: load the aborted transactions of the partition, whose records are dropped."""
+    """Prepare a compaction pass: load the partition's aborted transactions, because their records are dropped."""
     query = "SELECT producer_id, first_offset, last_offset FROM aborted WHERE partition = ? AND first_offset < ?"
     for producer_id, first, last in db.execute(query, (work.partition_id, work.limit)):
         work.aborted.setdefault(producer_id, []).append((first, last))
 
 
 def index(db: sqlite3.Connection, work: CompactionPass) -> bool:
-    """Index the newest offset of each key in the next batches of a pass. Return False at the end.
+    """Find the latest offset of each key in the next batches of a pass. Return False if the limit has been reached.
 
-    If there are too many keys for one pass, its limit is lowered.
+    If there are too many keys for the memory of one pass, the limit of the pass is lowered.
     """
     batches = _next(db, work)
     for batch in batches:
@@ -168,7 +171,8 @@ def index(db: sqlite3.Connection, work: CompactionPass) -> bool:
 
 
 def rewrite(db: sqlite3.Connection, work: CompactionPass) -> list[Replacement] | None:
-    """Compact the next batches of a pass. Return a replacement for each batch that changes, or None at the end."""
+    """Compact the next batches of a pass. Return the new content of each batch that changes, or None at the end of the
+    pass."""
     batches = _next(db, work)
     changes = []
     for batch in batches:
@@ -184,7 +188,7 @@ def _rewritten(work: CompactionPass, batch: RecordBatch) -> bytes | None:
     raw = batch.raw
     assert isinstance(raw, bytes)
     if batch.control or work.is_aborted(batch):
-        return None  # markers are dropped, too: the records of an aborted transaction are, and readers ignore commits
+        return None  # markers are dropped: aborted records are dropped, and readers ignore commit markers
     all_records = _records(batch)
     if all_records is None:
         return raw
@@ -199,7 +203,7 @@ def _rewritten(work: CompactionPass, batch: RecordBatch) -> bytes | None:
 
 
 def _next(db: sqlite3.Connection, work: CompactionPass) -> list[RecordBatch]:
-    """Return the next batches of a pass, about `_COMPACTION_STEP_BYTES`. Raises `Damaged`."""
+    """Return the next batches of a pass, about `_COMPACTION_STEP_BYTES` together. Raises `Damaged`."""
     rows = db.execute(
         "SELECT position, last_offset, payload FROM batches WHERE position >= ? AND position < ? ORDER BY position",
         (position(work.partition_id, work.at), position(work.partition_id, work.limit)),
@@ -231,18 +235,19 @@ def _digest(key: memoryview) -> bytes:
 
 
 _FREE_PAGES_KEPT = 4_000
-"""Number of free pages that are kept for reuse. With more, and more than a quarter of the file, the file is shrunk."""
+"""Number of free pages that stay in the file for reuse. If there are more, and they are more than a quarter of the
+file, the file is truncated."""
 
 
 class Upkeep:
-    """Write operations of maintenance. Each is short, and the caller must submit it to the writer."""
+    """Write operations of maintenance. Each takes a short time, and must be submitted to the writer."""
 
     def __init__(self, db: sqlite3.Connection, log: Log) -> None:
         self._db = db
         self._log = log
 
     def cut(self, partition_id: int, before: int) -> int:
-        """Delete the batches before an offset, which becomes the start of the log. Return the freed bytes.
+        """Delete the batches before the offset `before`, and return the number of freed bytes.
 
         A batch that contains the offset stays. Raises `Rejected` with error code 3 if the partition was deleted.
         """
@@ -265,7 +270,7 @@ class Upkeep:
         return freed
 
     def replace(self, partition_id: int, changes: Iterable[Replacement]) -> int:
-        """Replace batches by compacted ones. Return the number of bytes that this saves."""
+        """Replace batches by their compacted form. Return the number of freed bytes."""
         partition = self._log.partition(partition_id)
         saved = 0
         for base_offset, payload in changes:
@@ -287,18 +292,16 @@ class Upkeep:
         return saved
 
     def record_pass(self, partition_id: int, upto: int, kept_bytes: int) -> None:
-        """Store the progress of log compaction: the offset up to which a partition is compacted, and its size in bytes
-        afterwards.
-        """
+        """Store where a compaction pass ended: its limit (an offset), and the bytes of the partition after it."""
         statement = "UPDATE partitions SET cleaned_to = ?, clean_bytes = ? WHERE id = ?"
         self._db.execute(statement, (upto, kept_bytes, partition_id))
 
     def touch(self) -> None:
-        """Write a row without changing it, to test whether commits succeed."""
+        """Write a row without changing it. If the commit succeeds, commits are possible again."""
         self._db.execute("UPDATE meta SET value = value WHERE name = 'cluster_id'")
 
     def purge(self, partition_id: int) -> int:
-        """Delete up to 500 batches of a deleted topic's partition. Return their number."""
+        """Delete up to 500 batches of a partition whose topic was deleted. Return their number."""
         statement = (
             "DELETE FROM batches WHERE position IN"
             " (SELECT position FROM batches WHERE position >= ? AND position < ? LIMIT 500)"
@@ -306,7 +309,8 @@ class Upkeep:
         return self._db.execute(statement, (position(partition_id, 0), position(partition_id + 1, 0))).rowcount
 
     def shrink(self) -> bool:
-        """Return some of the file's free pages to the system if there are many. Return whether there may be more."""
+        """Return free pages at the end of the file to the operating system if there are many. Return whether there may
+        be more."""
         free: int = self._db.execute("PRAGMA freelist_count").fetchone()[0]
         pages: int = self._db.execute("PRAGMA page_count").fetchone()[0]
         if free < max(pages // 4, _FREE_PAGES_KEPT):

@@ -1,4 +1,5 @@
-"""Coordinator of all consumer groups: forwards requests to groups, waits for responses and saves states."""
+"""Coordinator of the consumer groups: it passes requests to groups, waits for their responses, and stores their
+states."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ TICK_S = 0.2
 
 
 class Coordinator:
-    """Coordinator of all consumer groups, for request handlers in the event loop.
+    """Coordinator of all consumer groups. Request handlers call it in the event loop.
 
     Methods raise `Rejected`; storage errors become COORDINATOR_NOT_AVAILABLE.
     """
@@ -56,7 +57,7 @@ class Coordinator:
         self._saves: dict[str, asyncio.Future[None]] = {}
 
     def load(self, rows: Iterable[tuple[str, bytes, int]]) -> None:
-        """Restore saved groups from rows of id, state and time of the last use."""
+        """Restore stored groups at the start. Each row contains id, state and time of the last use in milliseconds."""
         for group_id, state, used_ms in rows:
             group = self._groups[group_id] = Group(group_id, used_ms=used_ms)
             restore(group, state, self._clock.monotonic_s())
@@ -70,9 +71,8 @@ class Coordinator:
         return self._groups.get(group_id)
 
     async def join(self, request: JoinGroupRequest, client_id: str, client_host: str) -> JoinGroupResponse:
-        """Handle JoinGroup: add a member to its consumer group, and respond when all members of the next generation
-        have joined.
-        """
+        """Handle JoinGroup: add a member to its group, and return once all members of the next generation have
+        joined."""
         low, high = _SESSION_TIMEOUT_MIN_S, _SESSION_TIMEOUT_MAX_S
         if not low <= request.session_timeout_ms / 1000 <= high:
             raise Rejected(Code.INVALID_SESSION_TIMEOUT, f"the session timeout must be between {low} s and {high} s")
@@ -100,7 +100,8 @@ class Coordinator:
         return await answer
 
     async def sync(self, request: SyncGroupRequest) -> SyncGroupResponse:
-        """Handle SyncGroup: wait for the member's assignment, which is durable when the call returns."""
+        """Handle SyncGroup: wait until the leader has assigned partitions, and return the member's assignment, which is
+        then durable."""
         group = self._group(request.group_id)
         answer: asyncio.Future[SyncGroupResponse] = asyncio.get_running_loop().create_future()
         group.sync(request, partial(_answer, answer), self._clock.monotonic_s())
@@ -117,13 +118,14 @@ class Coordinator:
         group.heartbeat(request.member_id, request.generation_id, self._clock.monotonic_s())
 
     async def leave(self, request: LeaveGroupRequest) -> None:
-        """Handle LeaveGroup: remove a member."""
+        """Handle LeaveGroup: remove the member from its group."""
         group = self._group(request.group_id)
         group.leave(request.member_id, self._clock.monotonic_s())
         self._save_if_changed(group)
 
     async def commit(self, request: OffsetCommitRequest, topics: tuple[CommitTopic, ...]) -> None:
-        """Check member and generation, and store the offsets of `topics`, whose partitions must exist."""
+        """Store committed offsets of a group, after checking the member and its generation. The partitions of `topics`
+        must exist."""
         group = self._group(request.group_id, create=request.generation_id < 0)
         group.check_commit(request.member_id, request.generation_id, self._clock.monotonic_s())
         group.used_ms = epoch_ms(self._clock.now())
@@ -134,10 +136,10 @@ class Coordinator:
         self._group(group_id, create=True).used_ms = epoch_ms(self._clock.now())
 
     def check_transactional_commit(self, request: TxnOffsetCommitRequest) -> None:
-        """Check that the sender of a transactional commit is still a member of the group.
+        """Check that the sender of offsets in a transaction is still a member of the group.
 
-        A rebalance in progress is no reason to refuse it, because the next owner of a partition waits for the
-        transaction's end.
+        A rebalance in progress is no reason for a refusal, because the next owner of a partition waits until the
+        transaction ends.
 
         Raises:
             Rejected: it is no longer a member (22, 25, 82).
@@ -164,9 +166,8 @@ class Coordinator:
             raise
 
     def tick(self) -> None:
-        """Remove members of consumer groups whose sessions have expired, end delayed rebalances, and store changed
-        groups. Must be called every `TICK_S`.
-        """
+        """Remove members whose sessions have expired, end rebalances that wait for the rest of their time, and store
+        changed groups. Must be called every `TICK_S`."""
         now_s = self._clock.monotonic_s()
         for group in self._groups.values():
             group.tick(now_s)
@@ -188,7 +189,7 @@ class Coordinator:
                 raise Rejected(Code.UNKNOWN_MEMBER_ID)
             if len(self._groups) >= GROUPS_MAX:
                 raise Rejected(
-                    Code.POLICY_VIOLATION, f"the broker has {GROUPS_MAX} consumer groups, the largest number"
+                    Code.POLICY_VIOLATION, f"the broker has {GROUPS_MAX} consumer groups, which is the limit"
                 )
             group = self._groups[group_id] = Group(group_id)
             group.used_ms = epoch_ms(self._clock.now())

@@ -1,9 +1,9 @@
-"""Supported requests with their versions, handlers and error responses.
+"""Table of the supported APIs with their versions, handlers and error responses.
 
-The announced range of versions ends at the newest supported one, which clients choose if they support it. Most APIs
-support only this version; some support all versions from `oldest` on. A few announced ranges begin below the oldest
-supported version, because librdkafka before 2.1 (Debian's kcat) disables record batches, consumer groups and lz4 unless
-the range includes the version in which each appeared first, although it never sends that version.
+For each API the broker announces a range of versions, of which a client chooses the newest that it supports. Most APIs
+support only the end of this range; some support all versions from `oldest` on. A few ranges begin below the oldest
+supported version: librdkafka before 2.1 (Debian's kcat) disables record batches, consumer groups and lz4 unless the
+range contains the version in which each appeared first, although it never sends that version.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from headrace_broker.wire import PLAIN, Form, WireReader, codec, decode, encode,
 
 SASL_HANDSHAKE, API_VERSIONS, SASL_AUTHENTICATE = 17, 18, 36
 BEFORE_LOGIN = frozenset((SASL_HANDSHAKE, API_VERSIONS, SASL_AUTHENTICATE))
-"""APIs that a connection may use before metadata."""
+"""APIs that a connection may use before it is authenticated."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiSpec:
-    """One API of the protocol.
+    """One API of the protocol, with its supported versions and its handler.
 
-    `refuse` builds its response for `Rejected`; without it the handler must not raise `Rejected`.
+    `refuse` builds the response for an exception `Rejected`. If it is None, the handler must not raise `Rejected`.
     """
 
     name: str
@@ -49,9 +49,9 @@ class ApiSpec:
     handle: Callable[[Broker, RequestContext, Any], Awaitable[Any]]
     refuse: Callable[[Any, Code], Any] | None = None
     announced_from: int | None = None
-    """Begin of the announced range, if it is below the oldest supported version."""
+    """Lowest announced version, if it is below the oldest supported one."""
     oldest: int | None = None
-    """Oldest supported version, if it is not `version`."""
+    """Oldest supported version; None if only `version` is supported."""
     flexible_from: int = 1000
     """First version with compact lengths and tagged fields."""
 
@@ -61,7 +61,7 @@ class ApiSpec:
         return range(self.version if self.oldest is None else self.oldest, self.version + 1)
 
     def form(self, version: int) -> Form:
-        """Return how messages of a version are encoded."""
+        """Return the encoding of this API's messages in a version."""
         return Form(version, version >= self.flexible_from)
 
 
@@ -157,7 +157,8 @@ _BY_KEY = {api.key: api for api in APIS}
 
 
 class DecodedRequest(NamedTuple):
-    """A decoded request. `api` is None for ApiVersions of an unsupported version, which gets an error with the list."""
+    """A decoded request. If its version of ApiVersions is not supported, `api` is None, and the response is an error
+    with the list of APIs."""
 
     correlation_id: int
     client_id: str
@@ -167,9 +168,9 @@ class DecodedRequest(NamedTuple):
 
 
 def api_versions_response(code: Code) -> ApiVersionsResponse:
-    """Return the ApiVersions response: all APIs with their versions, and an error code.
+    """Build the ApiVersions response: all APIs with their versions, and an error code.
 
-    After UNSUPPORTED_VERSION Kafka's clients parse this version, too, and send again.
+    Kafka's clients can parse this version of it also after UNSUPPORTED_VERSION, and then send a supported version.
     """
     return ApiVersionsResponse(
         code,
@@ -183,7 +184,8 @@ def api_versions_response(code: Code) -> ApiVersionsResponse:
 
 
 def parse(frame: bytes) -> DecodedRequest:
-    """Decode a request. Raises `Malformed`, also for an unsupported version, whose response cannot be encoded."""
+    """Decode a request. Raises `Malformed`, also for an unsupported version, because its response could not be
+    encoded."""
     start = codec(RequestStart).read(WireReader(frame))
     api = _BY_KEY.get(start.api_key)
     if api is None or start.api_version not in api.supported_versions:
@@ -207,7 +209,7 @@ def encode_response(request: DecodedRequest, response: Any, sink: bytearray) -> 
 
 
 async def respond(broker: Broker, call: RequestContext, request: DecodedRequest) -> Any:
-    """Handle a request and return the response, or None if the client expects none."""
+    """Call the handler of a request and return its response, or None if the client expects no response."""
     api = request.api
     if api is None:
         return api_versions_response(Code.UNSUPPORTED_VERSION)

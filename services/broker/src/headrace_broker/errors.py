@@ -1,4 +1,4 @@
-"""Error codes of Kafka that this broker returns, and exceptions.
+"""Kafka's error codes that this broker returns, and the exceptions of the broker.
 
 https://kafka.apache.org/protocol#protocol_error_codes
 """
@@ -11,7 +11,7 @@ from headrace_schemas.values.errors import HeadraceError
 
 
 class Code(IntEnum):
-    """Error code of a response, with Kafka's number and name."""
+    """Error code in a response, with Kafka's number and name."""
 
     NONE = 0
     OFFSET_OUT_OF_RANGE = 1
@@ -61,7 +61,7 @@ class Code(IntEnum):
 
 
 class Rejected(HeadraceError):
-    """The broker refuses a request. The response contains `code` and, if it has a field for it, the message."""
+    """Raised to refuse a request. The response contains `code` and, if it has a field for it, the message."""
 
     def __init__(self, code: Code, message: str = "") -> None:
         super().__init__(message or code.name)
@@ -69,8 +69,9 @@ class Rejected(HeadraceError):
 
 
 class Malformed(HeadraceError):
-    """Received bytes violate the protocol. The connection is closed."""
+    """Raised if received bytes violate the protocol. The connection is closed."""
 
 
 class Damaged(HeadraceError):
-    """Stored bytes differ from the written ones. The process ends, and its next start repairs or removes them."""
+    """Raised if stored bytes differ from those that were written. The process ends, and its next start repairs or
+    removes the damaged bytes."""

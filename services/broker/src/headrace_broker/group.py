@@ -1,8 +1,10 @@
-"""Rebalance protocol of one consumer group as a state machine without I/O, clock and event loop, and its stored state.
+"""State machine of one consumer group's rebalance protocol, without I/O, clock or event loop, and the stored form of
+its state.
 
-https://cwiki.apache.org/confluence/x/foynAw describes the protocol. Members join, the leader assigns partitions, all
-members receive their assignments (sync) and keep them by heartbeats. Delayed responses go to the `reply` of a request.
-The state is stored in the wire codec, so that a restart of the broker causes no rebalance.
+https://cwiki.apache.org/confluence/x/foynAw describes the protocol. Members join, the leader assigns partitions, and
+all members get their assignments (sync) and keep them by heartbeats. A response that must wait is passed to the `reply`
+function of its request later. The state is stored with the wire codec, so that a restart of the broker causes no
+rebalance.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ class Phase(StrEnum):
 
 @dataclass(slots=True)
 class GroupMember:
-    """Member of a consumer group. `joining` and `syncing` are callbacks that respond to its waiting requests."""
+    """Member of a consumer group. `joining` and `syncing` are the reply functions of its waiting JoinGroup and
+    SyncGroup requests."""
 
     id: str
     instance_id: str | None
@@ -53,15 +56,15 @@ class GroupMember:
     syncing: SyncReply | None = None
 
     def metadata(self, protocol: str) -> bytes:
-        """Return the member's metadata for an assignment protocol."""
+        """Return the metadata that the member sent for an assignment protocol."""
         return next((offered.metadata for offered in self.protocols if offered.name == protocol), b"")
 
 
 @dataclass(slots=True)
 class Group:
-    """Consumer group. Methods get the monotonic time as `now_s`.
+    """Consumer group. Methods get the current monotonic time in seconds as `now_s`.
 
-    `changed` is set when the group reaches a state that must be saved: it has assignments or no members.
+    `changed` is set when the group reaches a state that must be stored: it has assignments, or has no members.
     """
 
     id: str
@@ -73,13 +76,14 @@ class Group:
     leader: str = ""
     members: dict[str, GroupMember] = field(default_factory=dict)
     awaited: dict[str, float] = field(default_factory=dict)
-    """Member ids of clients that have not joined with them yet, with the time at which the ids expire."""
+    """Member ids that were assigned to clients which have not joined with them yet, each with the time at which it
+    expires."""
     rebalance_ends_s: float = 0.0
     changed: bool = False
     used_ms: int = 0
 
     def join(self, request: JoinGroupRequest, member: GroupMember, reply: JoinReply, now_s: float) -> None:
-        """Add a member, or let it rejoin. `member.id` is `request.member_id` or, if that is empty, a new id.
+        """Add a new member or let a member rejoin. `member.id` is `request.member_id`, or a new id if that is empty.
 
         Raises `Rejected`. After MEMBER_ID_REQUIRED the client must join again with `member.id`.
         """
@@ -105,7 +109,8 @@ class Group:
             self._rejoin(present, member, reply, now_s)
 
     def sync(self, request: SyncGroupRequest, reply: SyncReply, now_s: float) -> None:
-        """Store the assignments of the leader, and reply to all members once they exist. Raises `Rejected`."""
+        """Store the assignments if the leader sent them, and reply to all members once there are assignments. Raises
+        `Rejected`."""
         member = self._member(request.member_id, request.generation_id)
         if request.group_instance_id is not None and member.instance_id != request.group_instance_id:
             raise Rejected(Code.FENCED_INSTANCE_ID)
@@ -128,7 +133,7 @@ class Group:
         """Extend the session of a member.
 
         Raises:
-            Rejected: it must rejoin because of a rebalance (27), or join as a new member (22, 25).
+            Rejected: the member must rejoin because of a rebalance (27), or join as a new member (22, 25).
         """
         member = self._member(member_id, generation)
         self._extend_session(member, now_s)
@@ -136,7 +141,7 @@ class Group:
             raise Rejected(Code.REBALANCE_IN_PROGRESS)
 
     def leave(self, member_id: str, now_s: float) -> None:
-        """Remove a member. Raises `Rejected` with error code 25 if the group does not have it."""
+        """Remove a member. Raises `Rejected` with error code 25 if the group has no such member."""
         if self.awaited.pop(member_id, None) is not None:
             return
         if member_id not in self.members:
@@ -144,7 +149,7 @@ class Group:
         self._remove(member_id, now_s)
 
     def check_commit(self, member_id: str, generation: int, now_s: float) -> None:
-        """Raise `Rejected` with error code 22, 25 or 27 if an offset commit must be refused."""
+        """Check that a member may commit offsets now. Raises `Rejected` with error code 22, 25 or 27."""
         if generation < 0 and not self.members:
             return  # a client with manual assignment
         member = self._member(member_id, generation)
@@ -153,7 +158,8 @@ class Group:
             raise Rejected(Code.REBALANCE_IN_PROGRESS)
 
     def check_member(self, member_id: str, generation: int, instance_id: str | None) -> None:
-        """Raise `Rejected` with error code 22, 25 or 82 unless `member_id` is a member of this generation."""
+        """Check that `member_id` is a member of the present generation. Raises `Rejected` with error code 22, 25 or
+        82."""
         if instance_id is not None:
             static = self._static(instance_id)
             if static is not None and static.id != member_id:
@@ -161,7 +167,8 @@ class Group:
         self._member(member_id, generation)
 
     def tick(self, now_s: float) -> None:
-        """Remove members with expired sessions, and end a delayed rebalance. Must be called a few times per second."""
+        """Remove members whose sessions have expired, and end a rebalance that has waited long enough. Must be called a
+        few times per second."""
         for member_id in [key for key, until in self.awaited.items() if until < now_s]:
             del self.awaited[member_id]
         silent = [m.id for m in self.members.values() if m.expires_s < now_s and not (m.joining or m.syncing)]
@@ -199,7 +206,7 @@ class Group:
 
     def _check_size(self) -> None:
         if len(self.members) + len(self.awaited) >= self.members_max:
-            raise Rejected(Code.GROUP_MAX_SIZE_REACHED, f"the group has {self.members_max} members, the largest number")
+            raise Rejected(Code.GROUP_MAX_SIZE_REACHED, f"the group has {self.members_max} members, which is the limit")
 
     def _rejoin(self, present: GroupMember, update: GroupMember, reply: JoinReply, now_s: float) -> None:
         if present.joining:  # a repeated request replaces the waiting one
@@ -217,9 +224,9 @@ class Group:
             self._rebalance(now_s)
 
     def _replace(self, old: GroupMember, new: GroupMember, reply: JoinReply, now_s: float) -> None:
-        """Replace a static member that rejoins with a new id.
+        """Replace a static member that has restarted and rejoins with a new member id.
 
-        It keeps its assignment if its protocols are unchanged.
+        It keeps its assignment if its assignment protocols have not changed.
         """
         if old.joining:
             old.joining(self._refusal(Code.FENCED_INSTANCE_ID, old.id))
@@ -235,7 +242,7 @@ class Group:
         if self.phase is Phase.STABLE and old.protocols == new.protocols:
             self.changed = True
             new.joining = None
-            # With the leader's old id, a replaced leader does not take itself for the leader and does not reassign.
+            # With the leader's old id in the response, a replaced leader does not assign partitions again.
             reply(JoinGroupResponse(0, Code.NONE, self.generation, self.protocol, leader, new.id, ()))
         else:
             self._rebalance(now_s)
@@ -251,7 +258,7 @@ class Group:
         self._rebalance(now_s)
 
     def _rebalance(self, now_s: float) -> None:
-        """Request all members to join again, and complete the rebalance if all have joined."""
+        """Begin a rebalance: all members must join again. Complete it at once if all have joined."""
         if self.phase is not Phase.PREPARING:
             self.phase = Phase.PREPARING
             timeouts = [member.rebalance_timeout_s for member in self.members.values()]
@@ -263,9 +270,8 @@ class Group:
             self._complete(now_s)
 
     def _complete(self, now_s: float) -> None:
-        """End a rebalance of the consumer group: begin the next generation with the members that have joined, and
-        static members that have not joined yet.
-        """
+        """Complete a rebalance: begin the next generation with the members that have joined, and with static members
+        that have not joined yet."""
         self.members = {key: m for key, m in self.members.items() if m.joining or m.instance_id is not None}
         joined = [member for member in self.members.values() if member.joining]
         if self.members and not joined:  # only static members remain, and none has joined: wait for their sessions
@@ -289,7 +295,7 @@ class Group:
         self.changed = True
 
     def _elected(self) -> str:
-        """Return the protocol that most members prefer among the common ones."""
+        """Return the assignment protocol that most members prefer, of those that all members support."""
         common = set.intersection(*({p.name for p in member.protocols} for member in self.members.values()))
         favourites = [next(p.name for p in m.protocols if p.name in common) for m in self.members.values()]
         return max(favourites, key=favourites.count)
@@ -317,7 +323,7 @@ class Group:
 
 
 class SavedMember(NamedTuple):
-    """Stored state of a group's member, with its assignment."""
+    """Stored form of a member of a group, with its assignment."""
 
     id: String
     instance_id: NullableString
@@ -330,7 +336,7 @@ class SavedMember(NamedTuple):
 
 
 class SavedGroup(NamedTuple):
-    """Stored state of a group, which was stable or had no members."""
+    """Stored form of a group that is stable or has no members."""
 
     generation: Int32
     protocol_type: String
@@ -340,7 +346,7 @@ class SavedGroup(NamedTuple):
 
 
 def serialize(group: Group) -> bytes:
-    """Return the stored form of a group, which must be stable or empty."""
+    """Encode the state of a group, which must be stable or empty, for storage."""
     members = tuple(
         SavedMember(
             member.id,
@@ -358,7 +364,7 @@ def serialize(group: Group) -> bytes:
 
 
 def restore(group: Group, state: bytes, now_s: float) -> None:
-    """Restore a saved state into a new group. The session of each member begins again."""
+    """Set the state of a new group from its stored form. The session of each member begins again."""
     if not state:  # the group has offsets but never had members
         return
     stored = decode(SavedGroup, WireReader(state))

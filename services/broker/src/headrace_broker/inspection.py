@@ -1,7 +1,7 @@
-"""Detection and removal of damaged rows that the checksums could not repair. Each removed range is reported.
+"""Detection and removal of damaged rows that the checksums could not repair.
 
-A damaged batch becomes a gap in its log, which clients skip like the gaps of compaction. A record is either delivered
-as it was produced or reported in `LostRange`.
+A damaged batch is removed, so its log has a gap, which clients skip like the gaps of compaction. Each record is either
+delivered as it was produced, or reported in a `LostRange`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 class LostRange(NamedTuple):
-    """A range of lost offsets in a partition, with the reason and the bytes that remain."""
+    """Range of lost offsets in a partition, with the reason and, if they are readable, the damaged bytes."""
 
     topic: str
     partition: int
@@ -37,13 +37,13 @@ class LostRange(NamedTuple):
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Return whether an error of SQLite means that the file is damaged, and not that it is full or busy."""
+    """Return whether an error of SQLite means that the file is damaged, in contrast to a full disk or a lock."""
     code: int = getattr(error, "sqlite_errorcode", 0) or 0
     return code & 0xFF in _DAMAGED
 
 
 def batch_problem(offset: int, last_offset: int, payload: bytes) -> str | None:
-    """Return the problem of a stored batch, or None if it is valid."""
+    """Return a description of what is wrong with a stored batch, or None if it is valid."""
     if len(payload) < HEADER_BYTES:
         return f"it has only {len(payload)} bytes"
     batch = parse(payload)
@@ -53,7 +53,8 @@ def batch_problem(offset: int, last_offset: int, payload: bytes) -> str | None:
 
 
 def is_intact(db: sqlite3.Connection) -> bool:
-    """Return whether SQLite finds no damage in the file's structure. Raises `sqlite3.DatabaseError` for other files."""
+    """Return whether SQLite finds no damage in the file's structure. Raises `sqlite3.DatabaseError` if the file is not
+    a database."""
     try:
         return [row[0] for row in db.execute("PRAGMA quick_check(1)")] == ["ok"]
     except sqlite3.DatabaseError as error:
@@ -63,7 +64,8 @@ def is_intact(db: sqlite3.Connection) -> bool:
 
 
 def remove_damaged(db: sqlite3.Connection) -> list[LostRange]:
-    """Delete damaged batches and repair other damaged rows in one transaction. Return the lost ranges."""
+    """Delete damaged batches and repair other damaged rows, in one transaction. Return the ranges of offsets that were
+    lost."""
     partitions = {key: (topic, number) for key, topic, number in db.execute("SELECT id, topic, number FROM partitions")}
     lost = []
     db.execute("BEGIN IMMEDIATE")
@@ -108,8 +110,8 @@ _DECODED_COLUMNS: tuple[tuple[str, str, str, Callable[[Any], object], str], ...]
     ("groups", "id", "state", _state, "UPDATE groups SET state = x''"),
     ("producers", "producer_id", "recent", _sent, "DELETE FROM producers"),
 )
-"""Columns that the broker decodes at its start, each with the statement that removes a damaged value. Afterwards
-members join again, producers start again, and topics have default settings."""
+"""Columns that the broker decodes at its start, each with the statement that removes a damaged value. Members of a
+group without a value join again, producers start again, and topics get the default settings."""
 
 
 def copy(damaged: sqlite3.Connection, fresh: sqlite3.Connection) -> list[LostRange]:
@@ -137,7 +139,8 @@ def copy(damaged: sqlite3.Connection, fresh: sqlite3.Connection) -> list[LostRan
 def _readable_rows(
     db: sqlite3.Connection, table: str, where: str, values: tuple[int, ...]
 ) -> Iterator[tuple[object, ...]]:
-    """Yield rows from the first one up to an unreadable one, and then rows from the last one backwards."""
+    """Yield the rows of a table from the first one up to an unreadable one, then from the last one backwards to an
+    unreadable one."""
     keys = [row[1] for row in db.execute(f"PRAGMA table_info({table})") if row[5]]
     for direction in ("", " DESC"):
         order = ", ".join(f"{key}{direction}" for key in keys)
@@ -155,7 +158,7 @@ def _insert(db: sqlite3.Connection, table: str, rows: Iterable[tuple[object, ...
 
 
 def _gaps(db: sqlite3.Connection) -> Iterator[LostRange]:
-    """Yield ranges of offsets without a batch in topics that are not compacted."""
+    """Yield the ranges of offsets without a batch, in topics that are not compacted."""
     query = (
         "SELECT id, topic, number, log_start, log_end FROM partitions JOIN topics ON topic = name"
         " WHERE config NOT LIKE '%compact%'"

@@ -1,9 +1,10 @@
-"""Writing side of the log: offsets, markers of transactions, and the producers whose repeated batches are not stored.
+"""Write operations on the logs of partitions: assignment of offsets, transaction markers, and recognition of repeated
+batches.
 
-All methods run in the writer's thread, inside the writer's transaction. The state in memory is a cache of the file:
-`flush` writes it before a commit, `reload` reads it after a rollback.
+All methods run in the writer's thread, inside of the writer's transaction. The state in memory is a cache of the file:
+`flush` writes it before a commit, and `reload` reads it after a rollback.
 
-Clients have at most five batches in flight, so the last five of each producer are remembered, as in Kafka.
+A client has at most five batches in flight, so the last five batches of each producer are remembered, as in Kafka.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _PRODUCERS_CACHED = 10_000
 
 @dataclass(slots=True)
 class PartitionLog:
-    """State of a partition's log. `open` has the first offset of each open transaction by producer id."""
+    """State of a partition's log. `open` contains the first offset of each open transaction by producer id."""
 
     id: int
     topic: str
@@ -37,19 +38,19 @@ class PartitionLog:
 
     @property
     def stable(self) -> int:
-        """The last stable offset: every transaction below it is committed or aborted."""
+        """Last stable offset: each transaction with records before it is committed or aborted."""
         return min(self.open.values(), default=self.end)
 
 
 class AppendResult(NamedTuple):
-    """Offset at which a batch is stored, and the first offset of its log."""
+    """Offset at which a batch is stored, and the first offset of the log."""
 
     base_offset: int
     log_start: int
 
 
 class PartitionMoved(NamedTuple):
-    """New state of a partition's log after a commit, sent to the event loop."""
+    """New state of a partition's log after a commit. The writer passes it to the event loop."""
 
     id: int
     start: int
@@ -59,7 +60,7 @@ class PartitionMoved(NamedTuple):
 
 
 class Log:
-    """The logs of all partitions. Only `append` and `end_transaction` add batches."""
+    """The logs of all partitions. Batches are added only by `append` and `end_transaction`."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -70,7 +71,7 @@ class Log:
         self.reload()
 
     def reload(self) -> None:
-        """Read the committed state of all logs from the file."""
+        """Read the committed state of all logs from the file again."""
         query = "SELECT id, topic, number, log_start, log_end, bytes, max_timestamp FROM partitions"
         self._partitions = {row[0]: PartitionLog(*row) for row in self._db.execute(query)}
         self._producers.clear()
@@ -81,7 +82,7 @@ class Log:
             self._partitions[partition_id].open[producer_id] = open_from
 
     def flush(self) -> list[PartitionMoved]:
-        """Write the changes since the last commit to the file, and return the new states of the changed partitions."""
+        """Write the changes since the last commit to the file. Return the new states of the changed partitions."""
         partitions = [self._partitions[key] for key in self._moved if key in self._partitions]
         self._db.executemany(
             "UPDATE partitions SET log_start = ?, log_end = ?, bytes = ?, max_timestamp = ? WHERE id = ?",
@@ -94,11 +95,11 @@ class Log:
         return [_moved(partition) for partition in partitions]
 
     def states(self) -> list[PartitionMoved]:
-        """Return the states of all partitions, which the event loop needs at the start."""
+        """Return the states of all partitions, from which the event loop builds its catalog at the start."""
         return [_moved(partition) for partition in self._partitions.values()]
 
     def partition(self, partition_id: int) -> PartitionLog:
-        """Return a partition. Raises `Rejected` with error code 3 if its topic was deleted."""
+        """Return the state of a partition. Raises `Rejected` with error code 3 if its topic was deleted."""
         try:
             return self._partitions[partition_id]
         except KeyError:
@@ -116,7 +117,7 @@ class Log:
         return partition
 
     def drop(self, partition_id: int) -> None:
-        """Remove a partition, whose batches maintenance deletes later."""
+        """Remove a partition from memory and from the table of partitions. Maintenance deletes its batches later."""
         self._partitions.pop(partition_id, None)
         for key in [key for key in self._producers if key[0] == partition_id]:
             del self._producers[key]
@@ -126,10 +127,10 @@ class Log:
         self._db.execute("DELETE FROM aborted WHERE partition = ?", (partition_id,))
 
     def append(self, partition_id: int, batch: RecordBatch, now_ms: int) -> AppendResult:
-        """Store a batch at the end of a log. A batch that is already stored is not stored again.
+        """Store a batch at the end of a log, unless the same batch is already stored.
 
         Returns:
-            The offset at which the batch is stored.
+            The offset at which the batch is stored, and the first offset of the log.
 
         Raises:
             Rejected: the batch is refused, and nothing was written.
@@ -165,7 +166,7 @@ class Log:
         return state
 
     def end_transaction(self, partition_id: int, producer_id: int, epoch: int, *, commit: bool, now_ms: int) -> None:
-        """Write the marker of a transaction's end, if the producer's open transaction has records in the partition."""
+        """Write a transaction marker, if the producer's open transaction has records in the partition."""
         partition = self._partitions.get(partition_id)
         if partition is None or producer_id not in partition.open:
             return
@@ -185,9 +186,9 @@ class Log:
         self._moved.add(partition.id)
 
     def forget_producers(self, before_ms: int) -> None:
-        """Delete the state of producers without a batch since `before_ms`.
+        """Delete the state of producers that have stored no batch since `before_ms`.
 
-        If one of them repeats a batch afterwards, it is stored again.
+        If such a producer repeats a batch afterwards, the batch is stored twice.
         """
         self._save_producers()  # so that a producer which becomes active in this transaction stays
         statement = "DELETE FROM producers WHERE open_from IS NULL AND seen_ms < ? RETURNING partition, producer_id"
@@ -239,17 +240,17 @@ _SENT = struct.Struct(">iiq")
 class ProducerState:
     """State of one producer in one partition.
 
-    `open_from` is the first offset of its open transaction, None without one.
+    `open_from` is the first offset of the producer's open transaction, or None if it has none.
     """
 
     epoch: int
     recent: deque[tuple[int, int, int]] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
-    """First sequence, last sequence and base offset of the last batches, the oldest first."""
+    """First sequence number, last sequence number and base offset of the last batches, oldest first."""
     open_from: int | None = None
     seen_ms: int = 0
 
     def duplicate_of(self, batch: RecordBatch) -> int | None:
-        """Return the base offset at which the batch is already stored, or None if it is the producer's next batch.
+        """Return the base offset of an earlier copy of the batch, or None if it is the producer's next batch.
 
         Raises `Rejected` for an old epoch (47) and for a gap in the sequence numbers (45).
         """
@@ -269,9 +270,7 @@ class ProducerState:
         return None
 
     def note(self, batch: RecordBatch, offset: int, now_ms: int) -> None:
-        """Update the producer's state after its batch was stored at `offset`: recent sequence numbers, last use and
-        open transaction.
-        """
+        """Update the state after a batch of the producer was stored at `offset`."""
         if batch.producer_epoch != self.epoch:
             self.epoch = batch.producer_epoch
             self.recent.clear()
@@ -281,12 +280,12 @@ class ProducerState:
             self.open_from = offset
 
     def packed(self) -> bytes:
-        """Return `recent` as bytes, for its column in the file."""
+        """Encode `recent` as bytes, for the column of the file."""
         return b"".join(_SENT.pack(*sent) for sent in self.recent)
 
     @classmethod
     def unpacked(cls, epoch: int, recent: bytes, open_from: int | None, seen_ms: int) -> ProducerState:
-        """Restore a state from the columns of its row."""
+        """Decode the state from the columns of its row."""
         return cls(epoch, deque(_SENT.iter_unpack(recent), REMEMBERED), open_from, seen_ms)
 
 

@@ -1,7 +1,8 @@
-"""Maintenance while the broker runs: retention, compaction, deleted topics, unused producers and groups.
+"""Maintenance while the broker runs: retention, compaction, and deletion of deleted topics' records, unused producers
+and unused groups.
 
-It reads in its own thread with its own connection, and writes in small operations between those of clients. After each
-read it pauses for as long as the read took, so that clients are hardly affected.
+It reads in a thread of its own with its own connection, and writes in small operations between those of clients. After
+each read it pauses as long as the read took, so that clients are hardly affected.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ TRANSACTIONS_INTERVAL_S = 1.0
 
 
 class Maintenance:
-    """Background task of the broker that deletes expired and compacted records, deleted topics and unused producers.
+    """Background task that deletes expired and compacted records, records of deleted topics, and the state of unused
+    producers.
 
-    On a full disk it continues in the next round.
+    If the disk is full, it tries again in the next round.
     """
 
     def __init__(self, broker: Broker, readers: Readers) -> None:
@@ -51,9 +53,8 @@ class Maintenance:
             group.create_task(self._every(TRANSACTIONS_INTERVAL_S, self.expire_transactions))
 
     async def round(self) -> None:
-        """Run one round of maintenance on all partitions: delete expired records, compact, and remove deleted
-        topics.
-        """
+        """Run one round of maintenance on all partitions: delete expired records, compact, and delete records of
+        deleted topics."""
         await self._purge_deleted()
         for topic in list(self._broker.catalog.topics.values()):
             for view in topic.partitions:
@@ -65,7 +66,7 @@ class Maintenance:
             pass
 
     async def expire_transactions(self) -> None:
-        """Abort transactions beyond their timeouts, and forget unused transactional ids."""
+        """Abort transactions that exceed their timeouts, and delete transactional ids that were not used for a week."""
         now_ms = self._broker.now_ms()
         forget_before_ms = now_ms - round(_PRODUCER_RETENTION_S * 1000)
         await self._broker.writer.submit(partial(self._broker.transactions.expire, now_ms, forget_before_ms))

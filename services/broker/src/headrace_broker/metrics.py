@@ -1,4 +1,4 @@
-"""Prometheus metrics of the broker, read from `Stats`, the catalog and the groups at each scrape."""
+"""Prometheus metrics of the broker. At each scrape they are read from `Stats`, the catalog and the groups."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _PREFIX = "headrace_broker"
 
 
 def register(broker: Broker, server: Server) -> None:
-    """Add the broker's metrics to `/metrics`."""
+    """Add the broker's metrics to those that `/metrics` returns."""
     REGISTRY.register(BrokerCollector(broker, server))
 
 
 class BrokerCollector(Collector):
-    """Collector that Prometheus' client calls in the event loop at each scrape."""
+    """Source of the broker's metrics. Prometheus' client calls it at each scrape, in the event loop."""
 
     def __init__(self, broker: Broker, server: Server) -> None:
         self._broker = broker

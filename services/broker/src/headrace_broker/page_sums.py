@@ -1,9 +1,9 @@
-"""Checksums of the file's pages, which detect and repair a changed byte.
+"""Checksums of the pages of the file, by which a changed byte is detected and repaired.
 
-The file `broker.sums` has two checksums of each page (CRC-32 and Adler-32). The CRC is linear, so the difference
-between the stored and the computed CRC depends only on the change, and identifies the position and the value of a
-single changed byte. The other checksum confirms the correction. So one changed byte per page is repaired anywhere in
-the file: in records, indices and the header. Larger damage is detected and left to `inspection`.
+The file `broker.sums` contains two checksums of each page (CRC-32 and Adler-32). CRC-32 is linear, so the difference
+between the stored and the computed value depends only on the change, and determines the position and the old value of a
+single changed byte. Adler-32 confirms the correction. So one changed byte per page is repaired, in records as well as
+in indices and the header. Larger damage is detected and passed to `inspection`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _POLYNOMIAL = 0xEDB88320
 
 
 class ScrubResult(NamedTuple):
-    """Result of `PageSums.scrub`: numbers (from 1) of repaired and of damaged pages, and the count of pages without
+    """Result of `PageSums.scrub`: numbers (from 1) of repaired pages and of damaged pages, and how many pages have no
     checksums."""
 
     repaired_pages: list[int]
@@ -37,7 +37,8 @@ def sums(page: bytes | memoryview) -> tuple[int, int]:
 
 
 class PageSums:
-    """File of checksums with 8 bytes for each page, which are zero for unknown checksums."""
+    """File with 8 bytes of checksums for each page of the database file. Zero means that the checksums are not
+    known."""
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
@@ -48,26 +49,19 @@ class PageSums:
 
     @property
     def any(self) -> bool:
-        """Whether a checksum is known for at least one page."""
+        """Whether the checksums of at least one page are known."""
         return any(self._entries)
 
     def reserve(self, pages: int) -> None:
-        """Extend the file to `pages` pages, so that `put` cannot fail because of a full disk. Raises `OSError`."""
+        """Extend the file to `pages` entries, so that a later `put` cannot fail because of a full disk. Raises
+        `OSError`."""
         missing = pages - len(self._entries)
         if missing > 0:
             _write(self._file, bytes(missing * _ENTRY.size), len(self._entries) * _ENTRY.size)
             self._entries.extend([0] * missing)
 
     def put(self, pages: Mapping[int, tuple[int, int]], total: int) -> None:
-        """Store the checksums of changed pages of the database file, and wait until they are on the disk.
-
-        Args:
-            pages: CRC-32 and Adler-32 of each page, by its number.
-            total: number of pages of the database file. Checksums of pages beyond it are removed.
-
-        Raises:
-            OSError: the checksums cannot be written.
-        """
+        """Store the checksums of changed pages of the database file, and sync them to the disk."""
         self.reserve(total)
         for number, checksums in pages.items():
             if number <= total:
@@ -78,7 +72,8 @@ class PageSums:
         os.fsync(self._file)
 
     def scrub(self, database: Path, superseded: set[int]) -> ScrubResult:
-        """Check all pages and repair changed bytes. Pages in `superseded` have a newer version in the log."""
+        """Check all pages of the database file, and repair changed bytes. Damage of a page in `superseded` is not
+        reported, because the write-ahead log contains a newer version of it."""
         result = ScrubResult([], [], 0)
         unknown = 0
         handle = os.open(database, os.O_RDWR)
@@ -128,7 +123,7 @@ class PageSums:
 
 
 def corrected(data: bytes, crc: int, adler: int) -> bytes | None:
-    """Return `data` with one byte changed so that both checksums match, or None if there is no such change."""
+    """Return `data` with one byte changed so that both checksums match, or None if no single change achieves that."""
     difference = zlib.crc32(data) ^ crc
     for at in range(len(data) - 1, -1, -1):
         change = _CHANGE.get(difference)
@@ -148,7 +143,7 @@ def count_differences(first: bytes, second: bytes) -> int:
 
 
 def sums_of(path: Path) -> dict[int, tuple[int, int]]:
-    """Return the checksums of all pages of a file by number."""
+    """Compute the checksums of all pages of a file, by page number from 1."""
     checksums: dict[int, tuple[int, int]] = {}
     with path.open("rb") as file:
         while len(page := file.read(PAGE_BYTES)) == PAGE_BYTES:
@@ -171,6 +166,6 @@ def _table() -> list[int]:
 
 
 _TABLE = _table()
-"""Contribution of each byte value to a CRC-32."""
+"""CRC-32 of each single byte value, the table of the usual algorithm."""
 _CHANGE = {crc: change for change, crc in enumerate(_TABLE) if change}
 _INDEX = {crc >> 24: index for index, crc in enumerate(_TABLE)}

@@ -1,4 +1,4 @@
-"""Queries of the broker's file in reader threads: batches with aborted transactions, offsets, and producers.
+"""Read operations on the broker's file: batches with aborted transactions, offsets, and states of producers.
 
 The functions run in a reader thread with its own connection, and see only committed data.
 """
@@ -27,9 +27,8 @@ T = TypeVar("T")
 
 
 class ReadRequest(NamedTuple):
-    """Parameters of one read of a partition's log: batches from the one that contains `offset` up to `before`, at most
-    `bytes_max` bytes.
-    """
+    """Read of one partition's log: batches from the one that contains `offset` up to the offset `before`, at most
+    `bytes_max` bytes."""
 
     partition_id: int
     offset: int
@@ -39,14 +38,16 @@ class ReadRequest(NamedTuple):
 
 
 class ReadResult(NamedTuple):
-    """Result of a `ReadRequest`. `aborted` has the aborted transactions, None without `read_committed`."""
+    """Batches that a `ReadRequest` has read. `aborted` are the aborted transactions among them, or None if the request
+    is not `read_committed`."""
 
     records: bytes
     aborted: tuple[AbortedTransaction, ...] | None
 
 
 def batches(db: sqlite3.Connection, requests: Sequence[ReadRequest], bytes_max: int) -> list[ReadResult]:
-    """Read complete batches for each request from one snapshot, at most `bytes_max` except for the first batch."""
+    """Read the batches for each request, in one snapshot of the file. Together they have at most `bytes_max` bytes,
+    unless the first batch alone is larger."""
     results = []
     left = bytes_max
     with _snapshot(db):
@@ -58,7 +59,7 @@ def batches(db: sqlite3.Connection, requests: Sequence[ReadRequest], bytes_max: 
 
 
 def offset_at_time(db: sqlite3.Connection, partition_id: int, start: int, end: int, timestamp: int) -> tuple[int, int]:
-    """Return offset and time of the first record in [start, end) at or after `timestamp`, or (-1, -1)."""
+    """Return offset and time of the first record in the offsets [start, end) at or after `timestamp`, or (-1, -1)."""
     with _snapshot(db):
         start = _first_reaching(db, partition_id, start, end, timestamp)
         rows = db.execute(
@@ -79,8 +80,8 @@ def offset_at_time(db: sqlite3.Connection, partition_id: int, start: int, end: i
 def committed(
     db: sqlite3.Connection, group_id: str
 ) -> tuple[dict[tuple[str, int], tuple[int, str | None]], Set[tuple[str, int]]]:
-    """Return a group's committed offsets and metadata by topic and partition, and the partitions with pending
-    transactions."""
+    """Return a group's committed offsets with their metadata, by topic and partition, and the partitions for which open
+    transactions have pending offsets."""
     query = "SELECT topic, partition, committed, metadata FROM offsets WHERE group_id = ? ORDER BY topic, partition"
     pending = "SELECT topic, partition FROM pending_offsets WHERE group_id = ?"
     with _snapshot(db):
@@ -89,7 +90,7 @@ def committed(
 
 
 def producers(db: sqlite3.Connection, partition_id: int) -> tuple[ActiveProducer, ...]:
-    """Return the state of each producer of a partition."""
+    """Return the state of each producer that has written to a partition."""
     query = "SELECT producer_id, epoch, recent, open_from, seen_ms FROM producers WHERE partition = ?"
     active = []
     for producer_id, epoch, recent, open_from, seen_ms in db.execute(query, (partition_id,)):
@@ -109,7 +110,8 @@ def _snapshot(db: sqlite3.Connection) -> Iterator[None]:
 
 
 def _read(db: sqlite3.Connection, request: ReadRequest, bytes_max: int, *, first: bool) -> tuple[bytes, int]:
-    """Return batches and the offset after them. If `first`, one batch is returned even if it exceeds `bytes_max`."""
+    """Read the batches of one request. Return their bytes and the offset after them. If `first`, one batch is read even
+    if it exceeds `bytes_max`."""
     end = request.offset
     if bytes_max <= 0 and not first:
         return b"", end
@@ -151,9 +153,10 @@ def _aborted(db: sqlite3.Connection, request: ReadRequest, end: int) -> tuple[Ab
 
 
 def _first_reaching(db: sqlite3.Connection, partition_id: int, start: int, end: int, timestamp: int) -> int:
-    """Return the offset of the first batch up to which the log has a record at or after `timestamp`, by bisection.
+    """Return the base offset of the first batch that contains a record at or after `timestamp`, by bisection.
 
-    The newest time so far never decreases along the log.
+    Bisection is possible because each batch is stored with the latest time of all records up to it, which never
+    decreases.
     """
     query = (
         "SELECT position, reached_timestamp FROM batches WHERE position >= ? AND position < ? ORDER BY position LIMIT 1"
@@ -169,7 +172,7 @@ def _first_reaching(db: sqlite3.Connection, partition_id: int, start: int, end: 
 
 
 class Readers:
-    """Pool of `count` reader threads with a connection each. A failing read raises `Rejected` with STORAGE_ERROR."""
+    """Pool of `count` threads with a connection each. If a read fails, `Rejected` with STORAGE_ERROR is raised."""
 
     def __init__(self, store: Store, count: int) -> None:
         self._connections: queue.SimpleQueue[sqlite3.Connection] = queue.SimpleQueue()
@@ -181,7 +184,7 @@ class Readers:
         self._pool = ThreadPoolExecutor(count, "reader")
 
     async def run(self, read: Callable[Concatenate[sqlite3.Connection, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call `read` with a connection in a reader thread, and return its result."""
+        """Call `read` with a connection in one of the threads, and return its result."""
 
         def work() -> T:
             db = self._connections.get_nowait()
@@ -206,7 +209,7 @@ class Readers:
             self.failed.exception()  # marks it as retrieved, so that asyncio does not warn
 
     def close(self) -> None:
-        """Wait for running reads and close the connections."""
+        """Wait until running reads end, and close the connections."""
         self._pool.shutdown()
         for _ in range(self._count):
             self._connections.get_nowait().close()

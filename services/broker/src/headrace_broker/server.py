@@ -1,4 +1,4 @@
-"""Server on the Kafka port, with a bounded number of connections.
+"""Server for Kafka clients, with a limited number of connections.
 
 Requests of a connection start in the order of arrival, run concurrently, and are answered in order.
 """
@@ -20,23 +20,23 @@ from headrace_runtime.process.logs import get_logger
 CONNECTIONS_MAX = 512
 """Maximum number of connected clients. Further connections are refused."""
 CONNECTION_REQUESTS_MAX = 32
-"""Maximum number of concurrent requests of one connection. Further requests wait in the socket."""
+"""Maximum number of concurrent requests of one connection. Further requests are not read from the socket yet."""
 CONNECTION_IDLE_S = 600.0
 """Seconds without a request after which a connection is closed."""
 TRANSFER_TIMEOUT_S = 30.0
-"""Seconds for receiving one request, and for sending one response."""
+"""Maximum seconds for receiving one request, and for sending one response."""
 REQUESTS_BYTES_MAX = 64 * 1024 * 1024
-"""Memory for all requests in progress. Further requests wait."""
+"""Maximum bytes of all requests in progress. Further requests wait."""
 
 _SIZE = struct.Struct(">i")
 _RESPONSE_START = struct.Struct(">ii")
 _BEFORE_LOGIN_BYTES_MAX = 65_536
-"""Maximum size of a request before authentication, which is sufficient for a password."""
+"""Maximum size of a request before authentication, which suffices for a user name and a password."""
 
 
 @dataclass(eq=False, slots=True)
 class _Pending:
-    """A request in progress, with the memory that it holds until its response is sent."""
+    """Request in progress, with the memory that it holds until its response is sent."""
 
     call: RequestContext
     request: DecodedRequest
@@ -45,9 +45,9 @@ class _Pending:
 
 
 class Connection:
-    """Connection of one client, from its first request to its end.
+    """Connection of one client.
 
-    A submitted write is completed even if the client disconnects, because the writer already has it.
+    If the client disconnects, a write that was submitted is still completed, because the writer already has it.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Connection:
 
     @property
     def is_authenticated(self) -> bool:
-        """Whether the client may send all requests."""
+        """Whether the client is authenticated, so that it may send all requests."""
         return self._login.done
 
     async def run(self) -> None:
@@ -111,7 +111,8 @@ class Connection:
             await self._pending.put(pending)
 
     async def _frame(self) -> tuple[bytes, int]:
-        """Return the next request and the memory that it holds. Raises `EOFError` at the end, or `Malformed`."""
+        """Read the next request. Return its bytes and the memory that it holds. Raises `EOFError` at the end of the
+        connection, or `Malformed`."""
         (size,) = _SIZE.unpack(await self._start_of_frame())
         bytes_max = REQUEST_BYTES_MAX if self._login.done else _BEFORE_LOGIN_BYTES_MAX
         if not 8 <= size <= bytes_max:
@@ -125,9 +126,8 @@ class Connection:
             raise
 
     async def _start_of_frame(self) -> bytes:
-        """Read the 4 bytes with the size of the client's next request. While the client waits for responses, there is
-        no timeout.
-        """
+        """Read the 4 bytes that contain the size of the next request. There is no timeout while the client waits for
+        responses."""
         while True:
             try:
                 idle_s = CONNECTION_IDLE_S if self._login.done else TRANSFER_TIMEOUT_S
@@ -182,7 +182,7 @@ class Server:
 
     @property
     def request_bytes(self) -> int:
-        """Memory that requests in progress hold, in bytes."""
+        """Number of bytes that requests in progress hold in memory."""
         return self._memory.used
 
     async def serve(self, listener: socket.socket) -> None:
@@ -190,7 +190,7 @@ class Server:
         self._server = await asyncio.start_server(self._accept, sock=listener)
 
     async def close(self) -> None:
-        """Stop accepting connections, close all of them and wait for their ends."""
+        """Stop accepting connections, close all connections, and wait until they have ended."""
         if self._server is not None:
             self._server.close()
         for task in self._connections:
@@ -214,9 +214,9 @@ class Server:
         task.add_done_callback(self._ended)
 
     def _close_a_stranger(self) -> bool:
-        """Close the oldest connection without authentication, and return whether there was one.
+        """Close the oldest connection that is not authenticated, and return whether there was one.
 
-        Otherwise anybody who can reach the port could keep all services from connecting again.
+        Otherwise any process that can reach the port could occupy all connections, so that services could not connect.
         """
         for task, connection in self._connections.items():
             if not connection.is_authenticated and not task.cancelling():

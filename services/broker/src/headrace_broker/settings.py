@@ -1,4 +1,4 @@
-"""Settings of the section `broker`."""
+"""Settings of the broker: the section `[broker]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counters of the broker as plain numbers, which `metrics` exports once Prometheus' client is imported."""
+"""Counters of the broker as plain numbers. `metrics` exports them after Prometheus' client has been imported."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Stats:
-    """Counters since the start. The event loop and, for commits, the writer's thread update them."""
+    """Counters since the start of the process. The event loop updates them, and the writer's thread those of
+    commits."""
 
     requests: Counter[str] = field(default_factory=Counter)
     """Number of requests by API."""
@@ -26,7 +27,7 @@ class Stats:
     fetched_bytes: int = 0
     commits: int = 0
     commit_operations: int = 0
-    """Number of operations in the commits. The ratio is the mean number of operations per fsync."""
+    """Number of operations in all commits. Divided by `commits`, it is the mean number of operations per fsync."""
     commit_seconds: float = 0.0
     commit_failures: int = 0
     rebalances: int = 0

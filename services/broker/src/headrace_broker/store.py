@@ -1,4 +1,4 @@
-"""The broker's file, a SQLite database in WAL mode that one process opens."""
+"""The broker's file: an SQLite database in WAL mode, which one process at a time opens."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ log = get_logger(__name__)
 
 
 class Store:
-    """The broker's file, with a lock against other processes. Close it after all connections are closed."""
+    """The broker's file, with a lock against other processes. All connections must be closed before `close` is
+    called."""
 
     def __init__(self, folder: Path, *, fsync: bool = True, file_bytes_max: int = 0) -> None:
-        """Lock, repair and open the file.
+        """Lock the file, repair changed bytes, and open it.
 
         Args:
             folder: the folder of the file.
@@ -59,7 +60,7 @@ class Store:
             raise
 
     def connect(self) -> sqlite3.Connection:
-        """Open a connection in autocommit mode, for one thread at a time. Thread-safe."""
+        """Open another connection in autocommit mode. One thread at a time may use it. The method is thread-safe."""
         db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False, timeout=30)
         try:
             db.execute("PRAGMA auto_vacuum = INCREMENTAL")  # only effective for an empty file, before WAL
@@ -77,11 +78,12 @@ class Store:
         return db
 
     def record_commit(self, db: sqlite3.Connection) -> None:
-        """Store the checksums of a commit. Must be called after each commit, before it is acknowledged."""
+        """Store the checksums of the pages that a commit has written. Must be called after each commit, before the
+        commit is acknowledged."""
         self._guard.record_commit(db)
 
     def close(self) -> None:
-        """Write the write-ahead log into the database (checkpoint), close the file and release its lock."""
+        """Copy the write-ahead log into the database (checkpoint), close the file, and release its lock."""
         with contextlib.suppress(sqlite3.Error):
             self._guard.checkpoint(self._base_connection)
         self._base_connection.close()
@@ -89,11 +91,13 @@ class Store:
         os.close(self._lock)
 
     def note_damage(self) -> None:
-        """Make the next start check all rows. Must be called after damage was detected, before the process ends."""
+        """Create a marker file by which the next start checks all rows. Must be called after damage was detected,
+        before the process ends."""
         self._suspicion.touch()
 
     def _open(self) -> sqlite3.Connection:
-        """Open the first connection. It stays open, because SQLite makes a checkpoint when the last one is closed."""
+        """Open the first connection. It stays open, because SQLite would make a checkpoint when the last connection is
+        closed."""
         report = self._repair()
         try:
             db = self.connect()
@@ -127,9 +131,9 @@ class Store:
         return report
 
     def _inspect(self, db: sqlite3.Connection, report: RepairReport) -> sqlite3.Connection:
-        """Remove damaged rows, and store new checksums.
+        """Remove damaged rows, and store new checksums. Return a connection to the file.
 
-        A file with a damaged structure is first copied into a new one.
+        A file whose structure is damaged is first copied into a new file.
         """
         if not inspection.is_intact(db):
             remedy = "readable rows are copied into a new file"
@@ -145,7 +149,8 @@ class Store:
         return db
 
     def _copy(self, db: sqlite3.Connection) -> sqlite3.Connection:
-        """Copy the readable rows into a new file of the same name, and rename the damaged file."""
+        """Copy the readable rows into a new file with the same name, and rename the damaged file. Return a connection
+        to the new file."""
         fresh = self.path.with_name("broker.sqlite.new")
         fresh.unlink(missing_ok=True)
         with contextlib.closing(sqlite3.connect(fresh, isolation_level=None)) as target:
@@ -175,7 +180,7 @@ class Store:
         return handle
 
     def _prepare(self, db: sqlite3.Connection) -> None:
-        """Create the tables of an empty file, or migrate an older format."""
+        """Create the tables of an empty file, or migrate those of an older format."""
         version = db.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
             db.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")

@@ -1,4 +1,4 @@
-"""Tables of the broker's file, and row ids of batches.
+"""Tables of the broker's file, and the row ids of batches.
 
 A batch's row id is `position(partition, base offset)`, so the table itself is the index: the batches of a partition are
 stored contiguously in the order of their offsets, and retention frees contiguous pages.
@@ -67,15 +67,16 @@ TABLE_NAMES = (
 
 
 def position(partition_id: int, offset: int) -> int:
-    """Return the row id of a batch. Offsets have 44 bits, which suffice for five years at 100,000 records a second."""
+    """Return the row id of a batch: the partition id and the base offset in one number. Offsets have 44 bits, enough
+    for five years of 100,000 records per second."""
     return partition_id << _OFFSET_BITS | offset
 
 
 def partition_of(row_id: int) -> int:
-    """Return the id of the partition that the id of a database row contains."""
+    """Return the partition id that the row id of a batch contains."""
     return row_id >> _OFFSET_BITS
 
 
 def offset_of(row_id: int) -> int:
-    """Return the base offset in a row id."""
+    """Return the base offset that the row id of a batch contains."""
     return row_id & OFFSET_MAX

@@ -1,4 +1,4 @@
-"""Topic settings that this broker implements, and settings that it accepts because they have no effect here.
+"""Settings of topics: those that this broker implements, and those that it accepts because they have no effect here.
 
 All other names and values are refused.
 """
@@ -45,8 +45,8 @@ ONLY = {
 
 
 class TopicConfig(NamedTuple):
-    """Settings of a topic with Kafka's values, where -1 means no limit. `inert` has the accepted settings without
-    effect (`INERT` and `ONLY`)."""
+    """Settings of a topic, with Kafka's values. -1 means no limit. `inert` contains the settings without effect that
+    were set (names in `INERT` and `ONLY`)."""
 
     cleanup_policy: str = "delete"
     retention_ms: int = 7 * 24 * 3600 * 1000
@@ -63,7 +63,7 @@ class TopicConfig(NamedTuple):
 
     @property
     def compacts(self) -> bool:
-        """Whether the topic is compacted."""
+        """Whether the topic is compacted (`cleanup.policy` contains `compact`)."""
         return "compact" in self.cleanup_policy
 
     def entries(self) -> dict[str, str]:
@@ -76,12 +76,12 @@ class TopicConfig(NamedTuple):
         return {name: value for name, value in self.entries().items() if default.get(name) != value}
 
     def packed(self) -> str:
-        """Return the settings as JSON, as the file stores them."""
+        """Encode the settings as JSON, for the column of the file."""
         return json.dumps(self)
 
     @classmethod
     def unpacked(cls, text: str) -> TopicConfig:
-        """Restore settings from the JSON of `packed`."""
+        """Decode settings from the JSON that `packed` has written."""
         values = json.loads(text)  # an older broker has stored fewer values
         config = cls(*values)
         return config._replace(inert=tuple((name, value) for name, value in config.inert))
@@ -103,7 +103,8 @@ def wire_name(field: str) -> str:
 
 
 def parse(entries: Iterable[tuple[str, str | None]]) -> TopicConfig:
-    """Parse settings by their Kafka names. Raises `Rejected` with error code 40 for unsupported names and values."""
+    """Parse settings from Kafka's names and values. Raises `Rejected` with error code 40 for unsupported names and
+    values."""
     values: dict[str, str | int] = {}
     inert: dict[str, str] = {}
     for name, text in entries:

@@ -1,7 +1,8 @@
-"""Topics with committed offsets and saved groups: `TopicStore` writes them, `TopicCatalog` is their committed state.
+"""Topics, committed offsets and stored groups: `TopicStore` and `CommittedOffsets` write them, and `TopicCatalog` is
+the committed state of the topics in memory.
 
-`TopicStore` runs in the writer's thread; the module `reads` reads what it wrote. `TopicCatalog` belongs to the event
-loop, and has the readers that wait for more records.
+The writing classes belong to the writer's thread; the module `reads` reads their tables. `TopicCatalog` belongs to the
+event loop, and also knows which requests wait for new records.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _NAME = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
 
 class TopicCreated(NamedTuple):
-    """Event that a topic was created, with its partition ids by partition number."""
+    """A topic was created. `partition_ids` are in the order of the partition numbers."""
 
     name: str
     config: TopicConfig
@@ -31,21 +32,21 @@ class TopicCreated(NamedTuple):
 
 
 class TopicAltered(NamedTuple):
-    """Event that the settings of a topic were changed."""
+    """The settings of a topic were changed."""
 
     name: str
     config: TopicConfig
 
 
 class TopicGrown(NamedTuple):
-    """Event that partitions were added to a topic, with their ids in order."""
+    """Partitions with the ids `partition_ids` were added to a topic, in this order."""
 
     name: str
     partition_ids: tuple[int, ...]
 
 
 class TopicDeleted(NamedTuple):
-    """Event that a topic was deleted."""
+    """A topic was deleted."""
 
     name: str
 
@@ -54,7 +55,7 @@ Event = TopicCreated | TopicAltered | TopicGrown | TopicDeleted
 
 
 class TopicStore:
-    """Operations on the table `topics`. `flush` returns the events that a commit caused."""
+    """Write operations on the table `topics`. `flush` returns the changes that a commit contains."""
 
     def __init__(self, db: sqlite3.Connection, log: Log, partitions_max: int) -> None:
         self._db = db
@@ -63,16 +64,16 @@ class TopicStore:
         self._events: list[Event] = []
 
     def reload(self) -> None:
-        """Drop the events of a transaction that was rolled back."""
+        """Drop the recorded changes, because their transaction was rolled back."""
         self._events.clear()
 
     def flush(self) -> list[Event]:
-        """Return and clear the events of the transaction."""
+        """Return the changes of the transaction, and begin a new list."""
         events, self._events = self._events, []
         return events
 
     def all(self) -> list[TopicCreated]:
-        """Return all stored topics, as events for the start."""
+        """Return all stored topics as `TopicCreated` changes, with which the catalog is filled at the start."""
         ids: dict[str, list[tuple[int, int]]] = {}
         for partition in self._log.partitions():
             ids.setdefault(partition.topic, []).append((partition.number, partition.id))
@@ -148,7 +149,7 @@ class TopicStore:
 
 
 def check_name(name: str) -> None:
-    """Raise `Rejected` with error code 17 for a name that Kafka refuses."""
+    """Check that Kafka accepts a topic name. Raises `Rejected` with error code 17."""
     if not _NAME.fullmatch(name) or name in {".", ".."}:
         raise Rejected(
             Code.INVALID_TOPIC, f"topic name {name[:60]!r}: must have at most 249 letters, digits, `.`, `_` and `-`"
@@ -156,13 +157,13 @@ def check_name(name: str) -> None:
 
 
 class CommittedOffsets:
-    """Operations on the tables `offsets`, `pending_offsets` and `groups`, which have no cache in memory."""
+    """Write operations on the tables `offsets`, `pending_offsets` and `groups`. No state is cached in memory."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
 
     def commit(self, group_id: str, topics: tuple[CommitTopic, ...], now_ms: int) -> None:
-        """Set offsets of a group and mark it as used. The partitions must exist."""
+        """Store committed offsets of a group, and the time of its last use. The partitions must exist."""
         self._db.executemany(
             "INSERT OR REPLACE INTO offsets VALUES (?, ?, ?, ?, ?)",
             [(group_id, topic.name, p.partition, p.offset, p.metadata) for topic in topics for p in topic.partitions],
@@ -170,7 +171,7 @@ class CommittedOffsets:
         self._use(group_id, now_ms)
 
     def add_pending(self, transaction_id: str, group_id: str, topics: tuple[CommitTopic, ...]) -> None:
-        """Store pending offsets, which take effect when the transaction commits."""
+        """Store offsets that will be committed if the transaction commits."""
         self._db.executemany(
             "INSERT OR REPLACE INTO pending_offsets VALUES (?, ?, ?, ?, ?, ?)",
             [
@@ -181,7 +182,7 @@ class CommittedOffsets:
         )
 
     def resolve_pending(self, transaction_id: str, *, commit: bool, now_ms: int) -> None:
-        """Apply or drop the pending offsets of a transaction that has ended."""
+        """Commit or drop the pending offsets of a transaction that has ended."""
         if commit:
             query = "SELECT DISTINCT group_id FROM pending_offsets WHERE transaction_id = ?"
             for (group_id,) in self._db.execute(query, (transaction_id,)).fetchall():
@@ -194,7 +195,7 @@ class CommittedOffsets:
         self._db.execute("DELETE FROM pending_offsets WHERE transaction_id = ?", (transaction_id,))
 
     def save_group(self, group_id: str, state: bytes, now_ms: int) -> None:
-        """Store the state of a group."""
+        """Store the encoded state of a group."""
         self._db.execute("INSERT OR REPLACE INTO groups VALUES (?, ?, ?)", (group_id, state, now_ms))
 
     def delete_group(self, group_id: str) -> None:
@@ -217,7 +218,7 @@ Change = PartitionMoved | Event
 class PartitionView:
     """Committed state of a partition's log. `stable` is the last stable offset.
 
-    Each change sets the events in `readers`, on which requests wait for more records.
+    Each change sets all events in `readers`, on which requests wait for new records.
     """
 
     id: int
@@ -241,9 +242,9 @@ class TopicState:
 
 
 class TopicCatalog:
-    """Committed state of all topics.
+    """Committed state of all topics in memory.
 
-    Only `apply` changes it, which the writer calls in the event loop after each commit.
+    Only `apply` changes it. The writer calls `apply` in the event loop after each commit.
     """
 
     def __init__(self) -> None:
@@ -251,12 +252,12 @@ class TopicCatalog:
         self._views: dict[int, PartitionView] = {}
 
     def view(self, topic: str, number: int) -> PartitionView | None:
-        """Return a partition, or None if it does not exist."""
+        """Return the state of a partition, or None if it does not exist."""
         state = self.topics.get(topic)
         return state.partitions[number] if state and 0 <= number < len(state.partitions) else None
 
     def views(self) -> Iterable[PartitionView]:
-        """Return all partitions."""
+        """Return the states of all partitions of all topics."""
         return self._views.values()
 
     def apply(self, changes: Iterable[Change]) -> None:

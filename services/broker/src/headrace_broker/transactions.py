@@ -1,7 +1,7 @@
-"""Transactions of producers, in the writer's thread.
+"""State of producers' transactions. All methods run in the writer's thread.
 
-With one file and one writer a Kafka transaction ends within one SQLite transaction. So there is no prepared state:
-after a crash a transaction is either open or ended.
+There is one file and one writer, so a Kafka transaction ends within one SQLite transaction, and needs no prepared
+state: after a crash it is either open or ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _EPOCH_MAX = 32_767
 
 
 class Owner(NamedTuple):
-    """Producer id and epoch of a producer that claims to own a transactional id."""
+    """Producer id and epoch of a producer that claims to own a transactional id already."""
 
     producer_id: int
     epoch: int
@@ -28,9 +28,11 @@ class Owner(NamedTuple):
 
 @dataclass(slots=True)
 class Transaction:
-    """State of one transactional id. `started_ms` is None without an open transaction.
+    """State of one transactional id. `started_ms` is the time at which its open transaction began, or None if it has
+    none.
 
-    `bumped_from` is the previous epoch of the same owner, which may repeat its request if it has missed the response.
+    `bumped_from` is the previous epoch of the same owner, which repeats its request with this epoch if it has not
+    received the response.
     """
 
     id: str
@@ -44,7 +46,8 @@ class Transaction:
 
 
 class Transactions:
-    """State of all transactional ids. Calls must name the newest producer id and epoch of a transactional id."""
+    """States of all transactional ids. A call is refused unless it has the latest producer id and epoch of the
+    transactional id."""
 
     def __init__(self, db: sqlite3.Connection, log: Log, offsets: CommittedOffsets) -> None:
         self._db = db
@@ -55,7 +58,7 @@ class Transactions:
         self.reload()
 
     def reload(self) -> None:
-        """Read the committed state of all transactional ids from the file."""
+        """Read the committed states of all transactional ids from the file again."""
         rows = self._db.execute(
             "SELECT id, producer_id, epoch, timeout_ms, started_ms, seen_ms, partitions, bumped_from FROM transactions"
         )
@@ -66,7 +69,7 @@ class Transactions:
         self._changed.clear()
 
     def flush(self) -> tuple[()]:
-        """Write the changes since the last commit."""
+        """Write the changes since the last commit to the file. There is nothing to publish."""
         self._db.executemany(
             "INSERT OR REPLACE INTO transactions VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             [
@@ -88,7 +91,7 @@ class Transactions:
         return ()
 
     def new_producer_id(self) -> int:
-        """Return an unused producer id."""
+        """Return a producer id that was never used."""
         row = self._db.execute(
             "UPDATE meta SET value = value + 1 WHERE name = 'next_producer_id' RETURNING value - 1"
         ).fetchone()
@@ -99,10 +102,10 @@ class Transactions:
         return [replace(state, partitions=set(state.partitions)) for state in self._transactions.values()]
 
     def begin_session(self, name: str, timeout_ms: int, now_ms: int, owner: Owner | None = None) -> tuple[int, int]:
-        """Let a producer take over the transactional id `name`, and return its producer id and epoch.
+        """Make a producer the owner of the transactional id `name`. Return its producer id and epoch.
 
-        The open transaction of the predecessor is aborted, and the predecessor is fenced. An `owner` gets its next
-        epoch after an error.
+        If the id had another owner, that is fenced, and its open transaction is aborted. An `owner` that already owns
+        the id gets its next epoch.
 
         Raises:
             Rejected: `owner` no longer owns the id (90).
@@ -123,13 +126,14 @@ class Transactions:
         return transaction.producer_id, transaction.epoch
 
     def add_partitions(self, name: str, producer_id: int, epoch: int, partition_ids: set[int], now_ms: int) -> None:
-        """Add partitions to the open transaction, or begin one. Raises `Rejected` with error code 47 or 49."""
+        """Add partitions to the producer's transaction, which begins unless it is open. Raises `Rejected` with error
+        code 47 or 49."""
         transaction = self._owned(name, producer_id, epoch)
         transaction.partitions |= partition_ids
         self._open(transaction, now_ms)
 
     def add_group(self, name: str, producer_id: int, epoch: int, now_ms: int) -> None:
-        """Begin a transaction, unless one is open, that will commit offsets of a group.
+        """Begin the producer's transaction unless it is open. It will commit offsets of a group.
 
         Raises:
             Rejected: another producer owns the transactional id (47, 49).
@@ -137,7 +141,8 @@ class Transactions:
         self._open(self._owned(name, producer_id, epoch), now_ms)
 
     def check_append(self, name: str | None, partition_id: int, producer_id: int, epoch: int) -> None:
-        """Raise `Rejected` unless the partition was added to the producer's open transaction."""
+        """Check that a batch may be appended: the partition must have been added to the producer's open transaction.
+        Raises `Rejected`."""
         if name is None:
             raise Rejected(Code.INVALID_REQUEST, "a transactional batch needs a request with a transactional id")
         transaction = self._owned(name, producer_id, epoch)
@@ -147,7 +152,7 @@ class Transactions:
     def commit_offsets(
         self, name: str, producer_id: int, epoch: int, group_id: str, topics: tuple[CommitTopic, ...]
     ) -> None:
-        """Store offsets that take effect when the transaction commits.
+        """Store offsets that are committed if the transaction commits.
 
         Raises:
             Rejected: another producer owns the transactional id (47, 49), or no transaction is open (48).
@@ -164,7 +169,7 @@ class Transactions:
         self._finish(transaction, commit=commit, now_ms=now_ms)
 
     def expire(self, now_ms: int, forget_before_ms: int) -> None:
-        """Abort transactions beyond their timeouts and fence their producers.
+        """Abort transactions that exceed their timeouts, and fence their producers.
 
         Args:
             forget_before_ms: transactional ids that were last used before this time are deleted.
@@ -177,7 +182,8 @@ class Transactions:
                 self._db.execute("DELETE FROM transactions WHERE id = ?", (transaction.id,))
 
     def _owned(self, name: str, producer_id: int, epoch: int) -> Transaction:
-        """Return the state of a transactional id. Raises `Rejected` unless the producer owns it (49, 47)."""
+        """Return the state of a transactional id, after checking that the producer owns it. Raises `Rejected` with
+        error code 47 or 49."""
         transaction = self._transactions.get(name)
         if transaction is None or transaction.producer_id != producer_id:
             raise Rejected(Code.INVALID_PRODUCER_ID_MAPPING, f"producer {producer_id} does not own {name}")
@@ -186,7 +192,8 @@ class Transactions:
         return transaction
 
     def _fence(self, transaction: Transaction, now_ms: int) -> None:
-        """Abort the open transaction, and fence producers with the old epoch."""
+        """Increase the epoch of the transactional id, so that its present producer is fenced, and abort its open
+        transaction."""
         if transaction.started_ms is not None:
             self._finish(transaction, commit=False, now_ms=now_ms)
         if transaction.epoch < _EPOCH_MAX:

@@ -1,5 +1,5 @@
-"""Checksums of the frames in SQLite's write-ahead log, by which a changed byte is repaired, and their use with those of
-the pages at the start.
+"""Checksums of the frames in SQLite's write-ahead log, by which a changed byte is repaired, and repair of the complete
+file at the start.
 
 SQLite treats the first frame with a wrong checksum as the end of the log, as it must after a power failure.
 Acknowledged frames after it would be lost silently. SQLite's checksum cannot identify the changed byte. So the file
@@ -31,12 +31,12 @@ _FRAME_BYTES = _FRAME_HEADER_BYTES + PAGE_BYTES
 _ENTRY = struct.Struct("<24s3I")
 _TOP = struct.Struct("<32sI")
 _LAST_FRAME_AT = 16
-"""Position of the number of committed frames in SQLite's index of the log."""
+"""Position of the number of committed frames in SQLite's index of the log (the file `-shm`)."""
 _SALT_AT = 16
-"""Position of the eight bytes in the log's header that all its frames repeat."""
+"""Position of the eight salt bytes in the log's header. All frames of the log repeat them."""
 _READ_FRAMES = 64
 WAL_PAGES = 4_000
-"""Number of frames (16 MB) after which a checkpoint is due."""
+"""Number of frames (16 MB together) after which a checkpoint is due."""
 
 
 class _Entry(NamedTuple):
@@ -51,7 +51,8 @@ class _Entry(NamedTuple):
 
 
 class LogRepair(NamedTuple):
-    """Result of repairing a log: repaired frames, pages that the log contains, and pages that could not be repaired."""
+    """Result of repairing a log: repaired frames, pages that the log contains, and pages whose frames could not be
+    repaired."""
 
     repaired_pages: list[int]
     pages: set[int]
@@ -61,7 +62,7 @@ class LogRepair(NamedTuple):
 class WalSums:
     """Checksums of the frames of a write-ahead log.
 
-    Call `repair` before SQLite opens it, and `record_frames` after each commit.
+    Call `repair` before SQLite opens the database, and `record_frames` after each commit.
     """
 
     def __init__(self, database: Path, path: Path) -> None:
@@ -128,7 +129,7 @@ class WalSums:
         self.frames += count
 
     def _repair_header(self, handle: int, repaired_pages: list[int]) -> bool:
-        """Repair the log's header. Return whether the checksums belong to this log."""
+        """Repair a changed byte in the log's header. Return whether the stored checksums belong to this log."""
         top = os.pread(self._file, _TOP.size, 0)
         log_header = os.pread(handle, _HEADER_BYTES, 0)
         if len(top) != _TOP.size or len(log_header) != _HEADER_BYTES:
@@ -170,7 +171,8 @@ class WalSums:
 
 
 def _repaired_frame(frame: bytes, entry: _Entry) -> bytes | None:
-    """Return the repaired frame, or None if the entry belongs to another frame or the damage is too large."""
+    """Return the frame with its changed byte repaired, or None if the checksums belong to another frame or more bytes
+    have changed."""
     header, page = frame[:_FRAME_HEADER_BYTES], frame[_FRAME_HEADER_BYTES:]
     if sums(page) == (entry.crc, entry.adler):
         return entry.header + page if count_differences(header, entry.header) <= 1 else None
@@ -183,7 +185,8 @@ def _check(header: bytes, crc: int, adler: int) -> int:
 
 
 def _rewrite_checksums(log: int, first: int, end: int) -> None:
-    """Recompute SQLite's checksums of the frames in [first, end), each from that of the previous frame."""
+    """Recompute SQLite's checksums of the frames in [first, end). Each depends on the checksum of the frame before
+    it."""
     order = ">" if os.pread(log, 4, 0)[3] & 1 else "<"
     start = _HEADER_BYTES + first * _FRAME_BYTES
     seed = struct.unpack(">2I", os.pread(log, 8, start - _FRAME_BYTES + 16 if first else 24))
@@ -195,7 +198,8 @@ def _rewrite_checksums(log: int, first: int, end: int) -> None:
 
 
 def _sqlite_sums(words: tuple[int, ...], first: int, second: int) -> tuple[int, int]:
-    """Return SQLite's checksums (https://www.sqlite.org/fileformat2.html#checksum_algorithm)."""
+    """Continue SQLite's checksum over `words` (https://www.sqlite.org/fileformat2.html#checksum_algorithm). Return its
+    two parts."""
     for even, odd in zip(words[::2], words[1::2], strict=True):
         first = (first + even + second) & 0xFFFFFFFF
         second = (second + odd + first) & 0xFFFFFFFF
@@ -203,19 +207,19 @@ def _sqlite_sums(words: tuple[int, ...], first: int, second: int) -> tuple[int, 
 
 
 class RepairReport(NamedTuple):
-    """Pages and frames that were repaired at the start, and pages that could not be repaired."""
+    """Result of the repair at the start: pages and frames that were repaired, and pages that could not be repaired."""
 
     repaired_pages: list[int]
     repaired_frames: list[int]
     damaged_pages: list[int]
     without_checksums: bool
-    """Whether the file has no checksums, because an older broker wrote it or it comes from a backup."""
+    """Whether the file has no checksums, because an older broker wrote it, or because it was restored from a backup."""
 
 
 class FileChecksums:
-    """Checksums of the file and of its log.
+    """Checksums of the database file and of its write-ahead log.
 
-    Call `repair` before SQLite opens it, and the other methods in the writing thread.
+    Call `repair` before SQLite opens the database, and the other methods in the thread that writes.
     """
 
     def __init__(self, database: Path) -> None:
@@ -228,7 +232,8 @@ class FileChecksums:
         self._wal.close()
 
     def repair(self) -> RepairReport:
-        """Repair changed bytes as far as possible. Raises `OSError`."""
+        """Repair changed bytes in the database file and its log. Return what was repaired and what was not. Raises
+        `OSError`."""
         if not self._database.exists() or not self._database.stat().st_size:
             return RepairReport([], [], [], without_checksums=False)
         without_checksums = not self._pages.any
@@ -239,7 +244,7 @@ class FileChecksums:
         )
 
     def replace_checksums(self) -> None:
-        """Replace the checksums by those of the present pages. Call it after a checkpoint, before further writes."""
+        """Compute and store the checksums of all present pages. Call it after a checkpoint, before further writes."""
         checksums = sums_of(self._database)
         self._pages.put(checksums, len(checksums))
 
@@ -256,7 +261,8 @@ class FileChecksums:
             self.checkpoint(db)
 
     def checkpoint(self, db: sqlite3.Connection) -> bool:
-        """Copy the log into the file. Return False if the copy is incomplete, because readers still use the log."""
+        """Copy the log into the database file (checkpoint). Return False if the copy is incomplete, because readers
+        still use the log."""
         try:
             self._wal.record_frames()
             total = db.execute("PRAGMA page_count").fetchone()[0]

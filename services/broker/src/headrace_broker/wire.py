@@ -1,8 +1,9 @@
-"""Kafka's wire format: big-endian numbers, and strings, bytes and arrays with a length.
+"""Codec of Kafka's wire format: big-endian numbers, and strings, bytes and arrays that begin with a length.
 
 A message is a `NamedTuple` with the wire types below as annotations, so that its definition resembles the protocol
-guide (https://kafka.apache.org/protocol). `codec(Message, form)` compiles the annotations once for each form: fields
-with `Since` a later version are left out, and in a flexible version lengths are varints and tagged fields follow.
+guide (https://kafka.apache.org/protocol). `codec(Message, form)` compiles the annotations once for each version's
+encoding (`Form`). Fields with `Since` a later version are left out. In a flexible version, lengths are varints, and
+tagged fields follow.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from headrace_broker.errors import Malformed
 T = TypeVar("T")
 M = TypeVar("M", bound=NamedTuple)
 ITEMS_MAX = 20_000
-"""Maximum number of array items in one message. A few bytes on the wire become a hundred in memory."""
+"""Maximum number of array items in one message, because a few bytes on the wire become a hundred in memory."""
 
 
 class WireReader:
@@ -53,7 +54,7 @@ class WireReader:
 
 
 class Form(NamedTuple):
-    """Encoding of one version of a message. `flexible`: whether lengths are varints and tagged fields follow."""
+    """Encoding of one version of a message. In a `flexible` version, lengths are varints, and tagged fields follow."""
 
     version: int = 0
     flexible: bool = False
@@ -63,7 +64,7 @@ PLAIN = Form()
 
 
 class Since(NamedTuple):
-    """Annotation of a field that exists from a version on. In earlier versions it has the default."""
+    """Annotation of a field that exists since `version`. In messages of earlier versions it has the value `default`."""
 
     version: int
     default: Any
@@ -114,7 +115,7 @@ _VARINT = _Varint()
 
 
 class _CompactLength(Codec[int]):
-    """Length in a flexible version, stored plus one, so that null is 0."""
+    """Length in a flexible version. It is stored plus one, so that null (-1) is 0."""
 
     def read(self, source: WireReader) -> int:
         return _VARINT.read(source) - 1
@@ -129,7 +130,8 @@ _COMPACT = _CompactLength()
 
 
 class _Nullable(Codec[T | None]):
-    """Bytes after their length, with the length -1 for null. With `required`, null is malformed."""
+    """Base of values that follow their length. The length -1 means null, which is malformed if the value is
+    `required`."""
 
     def __init__(self, length: Codec[int], *, required: bool) -> None:
         self._length = length
@@ -205,7 +207,7 @@ class _Array(Codec[tuple[Any, ...] | None]):
 
 
 class _Absent(Codec[Any]):
-    """Field that this version does not have."""
+    """Field that does not exist in this version. It is not encoded, and decoding returns its default."""
 
     def __init__(self, default: Any) -> None:
         self._default = default
@@ -249,7 +251,7 @@ Records = Annotated[memoryview | bytes | None, _View(_INT32, required=False), _V
 
 
 def codec(message: type[M], form: Form = PLAIN) -> Codec[M]:
-    """Return the codec of a message class for one version's encoding."""
+    """Return the codec of a message class for one encoding. It is compiled once."""
     return _compiled(message, form)
 
 
@@ -267,14 +269,14 @@ def decode(message: type[M], source: WireReader, form: Form = PLAIN) -> M:
 
 
 def encode(value: M, sink: bytearray | None = None, form: Form = PLAIN) -> bytearray:
-    """Append the message to `sink`, by default a new one, and return it."""
+    """Encode a message, append it to `sink` (by default a new bytearray), and return `sink`."""
     sink = bytearray() if sink is None else sink
     codec(type(value), form).write(sink, value)
     return sink
 
 
 def skip_tagged(source: WireReader) -> None:
-    """Skip tagged fields, which may be added to a flexible version without a new version."""
+    """Skip tagged fields, which future brokers and clients may add without a new version."""
     for _ in range(source.count(_VARINT.read(source))):
         _VARINT.read(source)
         source.take(_VARINT.read(source))

@@ -1,4 +1,4 @@
-"""Group commit: one thread with the writing connection, and one fsync for all waiting operations."""
+"""Group commit: one thread runs all write operations, and commits all waiting operations with one fsync."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ _FULL_INTERVAL_S = 0.5
 
 
 class CachedState(Protocol):
-    """State in memory that caches a part of the file, and follows the writer's commits and rollbacks."""
+    """State in memory that caches a part of the file, and must follow the writer's commits and rollbacks."""
 
     def flush(self) -> Sequence[Any]:
-        """Write changes before a commit, and return the changes to publish in the event loop after it."""
+        """Write the changed state to the file before a commit. Return the changes that are published in the event loop
+        after the commit."""
         ...
 
     def reload(self) -> None:
-        """Read the state from the file after a rollback."""
+        """Read the state from the file again after a rollback."""
         ...
 
 
@@ -45,11 +46,12 @@ class _Outcome(NamedTuple):
 
 
 class Writer:
-    """Thread that runs write operations in the order of `submit`, many in one transaction.
+    """Thread that runs write operations in the order of `submit`, many of them in one transaction.
 
-    An operation may raise `Rejected` before its first write, which affects only its own caller. If the commit fails (a
-    full disk), all its operations fail with STORAGE_ERROR and have no effect, and the writer continues with the next
-    ones. Other exceptions of operations are bugs: `failed` gets the exception, and the process must end.
+    An operation may raise `Rejected` before its first write; only its own caller gets this exception. If a commit fails
+    (a full disk), all its operations fail with STORAGE_ERROR and have no effect, and the writer continues with the next
+    operations. Any other exception of an operation is a bug: it is set on the future `failed`, and the process must
+    end.
     """
 
     def __init__(
@@ -86,7 +88,7 @@ class Writer:
         self.failed.cancel()
 
     def submit(self, operation: Callable[[], T]) -> asyncio.Future[T]:
-        """Run `operation` in the writer's thread. The future completes once its changes are durable.
+        """Queue `operation` for the writer's thread. Return a future that gets its result once its changes are durable.
 
         Must be called in the event loop. Cancelling the caller does not cancel the operation.
         """
@@ -156,7 +158,8 @@ class Writer:
         self._stats.commit_failures += 1
 
     def _forget(self) -> None:
-        """Roll back, and read the state again from the file. A full disk may prevent this; then it is retried."""
+        """Roll back the transaction, and read the cached states from the file again. If a full disk prevents this,
+        repeat it."""
         while True:
             try:
                 if self._db.in_transaction:

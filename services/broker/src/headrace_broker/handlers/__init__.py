@@ -1,5 +1,5 @@
-"""Request handlers: `async def name(broker, call, request) -> response`.
+"""Request handlers, one function per API: `async def name(broker, call, request) -> response`.
 
-A handler that writes must submit to the writer before its first await. The requests of a connection start in order, so
-their effects then have the same order.
+A handler that writes must submit its operation to the writer before its first await. The requests of a connection are
+started in the order of arrival, so their writes then have the same order.
 """

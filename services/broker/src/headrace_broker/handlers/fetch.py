@@ -1,7 +1,4 @@
-"""Handlers of records: Fetch, which reads records or waits for new ones, ListOffsets, Produce and InitProducerId.
-
-ListOffsets returns the first offset, the last one, or the first one at or after a time.
-"""
+"""Handlers that read and write records: Fetch, ListOffsets, Produce and InitProducerId."""
 
 from __future__ import annotations
 
@@ -45,16 +42,16 @@ from headrace_broker.topics import PartitionView
 from headrace_broker.transactions import Owner
 
 FETCH_BYTES_MAX = 8 * 1024 * 1024
-"""Largest response to one Fetch in bytes, unless a single batch is larger."""
+"""Maximum bytes of one Fetch response, unless a single batch is larger."""
 _FETCH_WAIT_S = 60.0
-"""Longest wait of a Fetch for new records, even if the client requests a longer one."""
+"""Maximum seconds for which a Fetch waits for new records, even if the client requests a longer wait."""
 
 _EMPTY = ReadResult(b"", None)
 
 
 @dataclass(slots=True)
 class _PartitionRead:
-    """Read of one partition in a Fetch request: the request, the state of its log, and the result."""
+    """One partition of a Fetch request: the request, the state of its log, and what was read."""
 
     topic: str
     request: FetchPartition
@@ -72,9 +69,11 @@ class _PartitionRead:
 
 
 async def fetch(broker: Broker, call: RequestContext, request: FetchRequest) -> FetchResponse:
-    """Handle Fetch: return available records, or wait up to the request's time for `min_bytes`. Errors return at once.
+    """Handle Fetch: return available records, or wait up to `max_wait_ms` until there are `min_bytes`. An error is
+    returned at once.
 
-    Kafka's fetch sessions are not supported: with session id 0 clients send the complete request every time.
+    Kafka's fetch sessions are not supported. The response has session id 0, so clients send the complete request each
+    time.
     """
     wait_s = min(request.max_wait_ms / 1000, _FETCH_WAIT_S)
     deadline = asyncio.get_running_loop().time() + wait_s
@@ -102,7 +101,7 @@ def _part(broker: Broker, topic: str, partition: FetchPartition) -> _PartitionRe
 
 @contextlib.contextmanager
 def _change_event(parts: Sequence[_PartitionRead]) -> Iterator[asyncio.Event]:
-    """Context with an event that is set when one of the partitions changes or is deleted."""
+    """Yield an event that is set when one of the partitions gets new records or is deleted."""
     changed = asyncio.Event()
     views = [part.view for part in parts if part.view]
     for view in views:
@@ -125,7 +124,7 @@ async def _wait(event: asyncio.Event, deadline: float) -> bool:
 
 
 async def _read(broker: Broker, call: RequestContext, request: FetchRequest, parts: Sequence[_PartitionRead]) -> int:
-    """Read available records into `parts`. Return their size in bytes, which `call` has reserved."""
+    """Read available records into `parts`. Return their size in bytes, which is reserved in `call.response_bytes`."""
     committed = request.isolation_level == READ_COMMITTED
     reading: list[tuple[_PartitionRead, ReadRequest]] = []
     for part in parts:
@@ -159,7 +158,8 @@ def _response(parts: Sequence[_PartitionRead]) -> FetchResponse:
 
 
 async def list_offsets(broker: Broker, call: RequestContext, request: ListOffsetsRequest) -> ListOffsetsResponse:
-    """Handle ListOffsets: look up the first, the last, or the offset at a time of each partition."""
+    """Handle ListOffsets: return, for each partition, its first offset, its end, or the first offset at or after a
+    time."""
     committed = request.isolation_level == READ_COMMITTED
     topics = []
     for topic in request.topics:
@@ -191,23 +191,24 @@ async def _offset(broker: Broker, topic: str, request: ListOffsetsPartition, com
 _TRANSACTION_TIMEOUT_MAX_S = 900.0
 """Longest timeout of a transaction that a producer may choose, as in Apache Kafka."""
 _TIMESTAMP_AHEAD_MAX_S = 3600.0
-"""Maximum time by which a record's timestamp may be in the future, because retention uses it."""
+"""Maximum seconds by which a record's timestamp may be in the future. Otherwise retention would not delete the record
+in time."""
 
 _WRITTEN_PER_BYTE = 2
-"""Bytes on the disk per byte of a record, which is written to the write-ahead log and then to the file."""
+"""Bytes written to the disk per byte of a record, which is written to the write-ahead log and later to the file."""
 _FENCED_SINCE = 4
-"""First version of InitProducerId with the error PRODUCER_FENCED."""
+"""First version of InitProducerId that has the error PRODUCER_FENCED."""
 
 
 class _Item(NamedTuple):
-    """The batch of one partition in a request."""
+    """Batch of one partition in a Produce request, after its checks."""
 
     topic: str
     number: int
     partition_id: int
     batch: RecordBatch
     keyed: bool
-    """Whether all records need a key, because the topic is compacted."""
+    """Whether each record must have a key, because the topic is compacted."""
 
 
 async def produce(broker: Broker, call: RequestContext, request: ProduceRequest) -> ProduceResponse | None:
@@ -245,7 +246,7 @@ async def produce(broker: Broker, call: RequestContext, request: ProduceRequest)
 async def init_producer_id(
     broker: Broker, call: RequestContext, request: InitProducerIdRequest
 ) -> InitProducerIdResponse:
-    """Handle InitProducerId: assign a producer id, or let the caller take over its transactional id."""
+    """Handle InitProducerId: return a new producer id, or make the client the owner of its transactional id."""
     name, timeout_ms = request.transactional_id, request.transaction_timeout_ms
     if name is None:
         producer_id = await broker.writer.submit(broker.transactions.new_producer_id)
@@ -284,7 +285,7 @@ def _checked_item(broker: Broker, request: ProduceRequest, topic: str, partition
 
 
 def _store(broker: Broker, transactional_id: str | None, items: list[_Item]) -> list[AppendResult | Rejected]:
-    """Append the batches of a request, each with its own result. Runs in the writer's thread."""
+    """Append the batches of a request. Return a result or an exception for each. Runs in the writer's thread."""
     now_ms = broker.now_ms()
     results: list[AppendResult | Rejected] = []
     for item in items:

@@ -46,16 +46,16 @@ from headrace_broker.protocol.groups import (
 )
 
 _OFFSET_METADATA_BYTES_MAX = 4_096
-"""Maximum length of the metadata of a committed offset, as in Apache Kafka."""
+"""Maximum characters of the metadata of a committed offset, as in Apache Kafka."""
 
 
 async def join_group(broker: Broker, call: RequestContext, request: JoinGroupRequest) -> JoinGroupResponse:
-    """Handle JoinGroup: add a member to its group, and wait for the new generation."""
+    """Handle JoinGroup: add a member to its group, and respond once the next generation is complete."""
     return await broker.coordinator.join(request, call.client_id, call.client_host)
 
 
 async def sync_group(broker: Broker, call: RequestContext, request: SyncGroupRequest) -> SyncGroupResponse:
-    """Handle SyncGroup: wait for the member's assignment."""
+    """Handle SyncGroup: respond with the member's assignment once the leader has sent it."""
     return await broker.coordinator.sync(request)
 
 
@@ -80,7 +80,7 @@ async def list_groups(broker: Broker, call: RequestContext, request: ListGroupsR
 async def describe_groups(
     broker: Broker, call: RequestContext, request: DescribeGroupsRequest
 ) -> DescribeGroupsResponse:
-    """Handle DescribeGroups. A group that does not exist has the state `Dead`."""
+    """Handle DescribeGroups: return states and members. A group that does not exist has the state `Dead`."""
     groups = [(group_id, broker.coordinator.find(group_id)) for group_id in request.groups]
     dead = DescribedGroup(Code.NONE, "", "Dead", "", "", ())
     return DescribeGroupsResponse(
@@ -103,7 +103,8 @@ async def delete_groups(broker: Broker, call: RequestContext, request: DeleteGro
 async def consumer_group_heartbeat(
     broker: Broker, call: RequestContext, request: ConsumerGroupHeartbeatRequest
 ) -> ConsumerGroupHeartbeatResponse:
-    """Refuse ConsumerGroupHeartbeat with a message. Without this API librdkafka would wait for ever."""
+    """Handle ConsumerGroupHeartbeat of the newer group protocol by an error. If the broker did not know this API,
+    librdkafka would wait for ever."""
     text = "this broker supports only the classic group protocol; set group.protocol=classic, or run Apache Kafka"
     broker.stats.errors[Code.UNSUPPORTED_VERSION] += 1
     return ConsumerGroupHeartbeatResponse(0, Code.UNSUPPORTED_VERSION, text, None, -1, 0, -1)
@@ -141,7 +142,8 @@ async def offset_commit(broker: Broker, call: RequestContext, request: OffsetCom
 
 
 async def offset_fetch(broker: Broker, call: RequestContext, request: OffsetFetchRequest) -> OffsetFetchResponse:
-    """Handle OffsetFetch. As in Kafka, partitions without an offset have the offset -1."""
+    """Handle OffsetFetch: return committed offsets of a group. As in Kafka, partitions without one have the offset
+    -1."""
     if request.require_stable:
         await broker.writer.submit(_do_nothing)  # waits for earlier commits of other clients
     offsets, unstable = await broker.readers.run(reads.committed, request.group_id)
@@ -158,9 +160,8 @@ async def offset_fetch(broker: Broker, call: RequestContext, request: OffsetFetc
 
 
 def _do_nothing() -> None:
-    """Do nothing. Submitted to the writer as an operation, it completes once all earlier operations are done, so a
-    caller can wait for them.
-    """
+    """Operation without effect. Submitted to the writer, it completes after all earlier operations, so that a caller
+    can wait for them."""
 
 
 def _fetched(
@@ -173,7 +174,7 @@ def _fetched(
 
 
 def check_offset(broker: Broker, topic: str, partition: CommitPartition) -> Code:
-    """Return the error code for the commit of one partition's offset, or NONE if it can be committed."""
+    """Return the error code with which the commit of an offset must be refused, or NONE."""
     if broker.catalog.view(topic, partition.partition) is None:
         return Code.UNKNOWN_TOPIC_OR_PARTITION
     if len(partition.metadata or "") > _OFFSET_METADATA_BYTES_MAX:
@@ -182,7 +183,7 @@ def check_offset(broker: Broker, topic: str, partition: CommitPartition) -> Code
 
 
 def accepted_topics(topics: tuple[CommitTopic, ...], codes: dict[tuple[str, int], Code]) -> tuple[CommitTopic, ...]:
-    """Return the topics with only those partitions whose error code is NONE."""
+    """Return `topics` with only those partitions whose error code in `codes` is NONE."""
     return tuple(
         CommitTopic(topic.name, tuple(p for p in topic.partitions if codes[topic.name, p.partition] is Code.NONE))
         for topic in topics
@@ -192,7 +193,7 @@ def accepted_topics(topics: tuple[CommitTopic, ...], codes: dict[tuple[str, int]
 def commit_results(
     topics: tuple[CommitTopic, ...], codes: dict[tuple[str, int], Code], failure: Code
 ) -> tuple[CommittedTopic, ...]:
-    """Return the result of a commit for each partition: its own error code, or `failure` if its own code is NONE."""
+    """Build the result of a commit: for each partition its own error code, or `failure` if that is NONE."""
     return tuple(
         CommittedTopic(
             topic.name,

@@ -1,6 +1,6 @@
-"""Handlers of Metadata, FindCoordinator and SASL. The module `dispatch` handles ApiVersions.
+"""Handlers of Metadata, FindCoordinator, SaslHandshake and SaslAuthenticate. The module `dispatch` handles ApiVersions.
 
-A client chooses PLAIN, and then sends the user name and the password of the bus.
+A client first chooses the SASL mechanism PLAIN, and then sends the user name and the password of the bus.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _GROUP, _TRANSACTION = 0, 1
 
 
 async def metadata(broker: Broker, call: RequestContext, request: MetadataRequest) -> MetadataResponse:
-    """Handle Metadata: return topics with their partitions. It never creates topics."""
+    """Handle Metadata: return topics with their partitions. Topics are never created by it."""
     topics = broker.catalog.topics
     names = list(topics) if request.topics is None else request.topics
     return MetadataResponse(
@@ -43,7 +43,7 @@ async def metadata(broker: Broker, call: RequestContext, request: MetadataReques
 async def find_coordinator(
     broker: Broker, call: RequestContext, request: FindCoordinatorRequest
 ) -> FindCoordinatorResponse:
-    """Handle FindCoordinator, whose answer is always this broker."""
+    """Handle FindCoordinator: return the address of this broker, the only coordinator."""
     if request.key_type not in (_GROUP, _TRANSACTION):
         raise Rejected(Code.INVALID_REQUEST, f"coordinator type {request.key_type} is not supported")
     return FindCoordinatorResponse(0, Code.NONE, None, NODE_ID, KAFKA_HOST, broker.port)
@@ -66,7 +66,7 @@ log = get_logger(__name__)
 
 
 async def handshake(_broker: Broker, call: RequestContext, request: SaslHandshakeRequest) -> SaslHandshakeResponse:
-    """Handle SaslHandshake: accept PLAIN as the mechanism of authentication."""
+    """Handle SaslHandshake: accept PLAIN as the mechanism, and refuse others."""
     call.login.agreed = request.mechanism == MECHANISM
     code = Code.NONE if call.login.agreed else Code.UNSUPPORTED_SASL_MECHANISM
     return SaslHandshakeResponse(code, (MECHANISM,))

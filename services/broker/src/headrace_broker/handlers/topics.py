@@ -55,7 +55,8 @@ _SET, _DELETE, _APPEND, _SUBTRACT = range(4)
 
 
 async def create_topics(broker: Broker, call: RequestContext, request: CreateTopicsRequest) -> CreateTopicsResponse:
-    """Handle CreateTopics. Each topic is a separate operation, so a refused topic does not affect the others."""
+    """Handle CreateTopics. Each topic is created by an operation of its own, so a refused topic does not affect the
+    others."""
     waits = {}
     occurrences = collections.Counter(topic.name for topic in request.topics)
     for topic in {topic.name: topic for topic in request.topics}.values():
@@ -72,7 +73,7 @@ async def create_topics(broker: Broker, call: RequestContext, request: CreateTop
 
 
 async def delete_topics(broker: Broker, call: RequestContext, request: DeleteTopicsRequest) -> DeleteTopicsResponse:
-    """Handle DeleteTopics. Each topic is a separate operation."""
+    """Handle DeleteTopics. Each topic is deleted by an operation of its own."""
     waits = {name: broker.writer.submit(partial(broker.topics.delete, name)) for name in request.names}
     deleted = []
     for name, wait in waits.items():
@@ -92,7 +93,7 @@ async def describe_configs(
 
 
 def _create(broker: Broker, topic: NewTopic, times: int, validate_only: bool) -> None:
-    """Create a topic that occurs `times` times in the request. Runs in the writer's thread."""
+    """Create a topic, or refuse it if it occurs more than once in the request. Runs in the writer's thread."""
     if times > 1:
         raise Rejected(Code.INVALID_REQUEST, f"topic {topic.name} occurs {times} times in one request")
     config = topic_config_of(broker, ((entry.name, entry.value) for entry in topic.configs))
@@ -100,7 +101,7 @@ def _create(broker: Broker, topic: NewTopic, times: int, validate_only: bool) ->
 
 
 def topic_config_of(broker: Broker, entries: Iterable[tuple[str, str | None]]) -> TopicConfig:
-    """Parse the settings of a topic.
+    """Parse the settings of a topic, and check their limits.
 
     Raises:
         Rejected: this broker does not support a setting (40).
@@ -113,7 +114,8 @@ def topic_config_of(broker: Broker, entries: Iterable[tuple[str, str | None]]) -
 
 
 def _partition_count(topic: NewTopic) -> int:
-    """Return the number of partitions, which the request states directly or by the replicas of each partition."""
+    """Return the requested number of partitions, which is either a field of the request or the number of its
+    assignments."""
     if topic.assignments:
         numbers = sorted(assignment.partition for assignment in topic.assignments)
         is_here = all(assignment.broker_ids == (NODE_ID,) for assignment in topic.assignments)
@@ -162,7 +164,8 @@ def _configs(broker: Broker, resource: ConfigResource) -> list[DescribedConfig]:
 async def alter_configs(
     broker: Broker, call: RequestContext, request: IncrementalAlterConfigsRequest
 ) -> IncrementalAlterConfigsResponse:
-    """Handle IncrementalAlterConfigs. Each resource is a separate operation, which makes all its changes or none."""
+    """Handle IncrementalAlterConfigs. Each resource is changed by an operation of its own, which makes all its changes
+    or none."""
     results = []
     for resource in request.resources:
         code, text = Code.NONE, None
@@ -182,7 +185,7 @@ async def alter_configs(
 async def create_partitions(
     broker: Broker, call: RequestContext, request: CreatePartitionsRequest
 ) -> CreatePartitionsResponse:
-    """Handle CreatePartitions: add partitions to topics. Each topic is a separate operation."""
+    """Handle CreatePartitions: add partitions to topics, each by an operation of its own."""
     results = []
     for topic in request.topics:
         code, text = Code.NONE, None
@@ -209,7 +212,8 @@ async def delete_records(broker: Broker, call: RequestContext, request: DeleteRe
 async def describe_log_dirs(
     broker: Broker, call: RequestContext, request: DescribeLogDirsRequest
 ) -> DescribeLogDirsResponse:
-    """Handle DescribeLogDirs: return the size of each partition, which is that of its record batches."""
+    """Handle DescribeLogDirs: return the size of each partition, which is the sum of the sizes of its record
+    batches."""
     if request.topics is None:
         requested = [LogDirTopic(t.name, tuple(range(len(t.partitions)))) for t in broker.catalog.topics.values()]
     else:
@@ -225,7 +229,7 @@ async def describe_log_dirs(
 
 
 def _changed_config(broker: Broker, resource: AlteredResource, config: TopicConfig) -> TopicConfig:
-    """Return `config` with the changes of a request. Runs in the writer's thread."""
+    """Return `config` with the changes that the request contains. Runs in the writer's thread."""
     entries = config.non_default()
     for change in resource.configs:
         _apply(entries, change)

@@ -1,4 +1,5 @@
-"""Handlers of transactions: AddPartitionsToTxn, AddOffsetsToTxn, TxnOffsetCommit, EndTxn, and their inspection."""
+"""Handlers of transactions: AddPartitionsToTxn, AddOffsetsToTxn, TxnOffsetCommit, EndTxn, and those that list and
+describe transactions and producers."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ from headrace_broker.transactions import Transaction
 async def add_partitions(
     broker: Broker, call: RequestContext, request: AddPartitionsToTxnRequest
 ) -> AddPartitionsToTxnResponse:
-    """Handle AddPartitionsToTxn: add all partitions to the transaction, or none if one does not exist."""
+    """Handle AddPartitionsToTxn: add all partitions of the request to the transaction, or none if one does not
+    exist."""
     views = {(topic.name, n): broker.catalog.view(topic.name, n) for topic in request.topics for n in topic.partitions}
     codes = {
         key: Code.OPERATION_NOT_ATTEMPTED if view else Code.UNKNOWN_TOPIC_OR_PARTITION for key, view in views.items()
@@ -68,7 +70,7 @@ async def add_partitions(
 
 
 async def add_offsets(broker: Broker, call: RequestContext, request: AddOffsetsToTxnRequest) -> AddOffsetsToTxnResponse:
-    """Handle AddOffsetsToTxn: add a group, whose offsets the transaction will commit."""
+    """Handle AddOffsetsToTxn: begin the transaction unless it is open. It will commit offsets of a group."""
     broker.coordinator.enlist(request.group_id)
     add = partial(
         broker.transactions.add_group,
@@ -84,7 +86,7 @@ async def add_offsets(broker: Broker, call: RequestContext, request: AddOffsetsT
 async def txn_offset_commit(
     broker: Broker, call: RequestContext, request: TxnOffsetCommitRequest
 ) -> TxnOffsetCommitResponse:
-    """Handle TxnOffsetCommit: store offsets that take effect when the transaction commits."""
+    """Handle TxnOffsetCommit: store offsets that are committed when the transaction commits."""
     topics = tuple(
         CommitTopic(topic.name, tuple(CommitPartition(p.partition, p.offset, p.metadata) for p in topic.partitions))
         for topic in request.topics
@@ -130,7 +132,8 @@ _STATES = (_ONGOING, _EMPTY)
 async def list_transactions(
     broker: Broker, call: RequestContext, request: ListTransactionsRequest
 ) -> ListTransactionsResponse:
-    """Handle ListTransactions. Only two of Kafka's states occur, because a transaction ends in one step."""
+    """Handle ListTransactions. Of Kafka's states only `Ongoing` and `Empty` occur, because a transaction ends in one
+    step."""
     now_ms = broker.now_ms()
     listed = [
         ListedTransaction(t.id, t.producer_id, _state(t))
@@ -159,7 +162,7 @@ async def describe_transactions(
 async def describe_producers(
     broker: Broker, call: RequestContext, request: DescribeProducersRequest
 ) -> DescribeProducersResponse:
-    """Handle DescribeProducers: return the producers of each partition."""
+    """Handle DescribeProducers: return the state of each producer of the requested partitions."""
     topics = []
     for topic in request.topics:
         partitions = [await _partition(broker, topic.name, number) for number in topic.partitions]

@@ -1,1 +1,2 @@
-"""Requests and responses as in the protocol guide, one module per family of APIs."""
+"""Messages of the Kafka protocol: requests and responses as in Kafka's protocol guide, one module per family of
+APIs."""

@@ -1,4 +1,4 @@
-"""Reading and writing of records: Fetch 11, ListOffsets 2, Produce 7, and InitProducerId 0 to 4."""
+"""Messages for reading and writing records: Fetch 11, ListOffsets 2, Produce 7, and InitProducerId 0 to 4."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ EARLIEST = -2
 
 
 class FetchPartition(NamedTuple):
-    """Partition and offset to read from. `current_leader_epoch` and `log_start_offset` are for brokers and unused."""
+    """Partition and offset from which to read. `current_leader_epoch` and `log_start_offset` are for other brokers and
+    unused here."""
 
     partition: Int32
     current_leader_epoch: Int32
@@ -22,21 +23,22 @@ class FetchPartition(NamedTuple):
 
 
 class FetchTopic(NamedTuple):
-    """The partitions of a topic to read."""
+    """Partitions of a topic from which to read."""
 
     name: String
     partitions: tuple[FetchPartition, ...]
 
 
 class ForgottenTopic(NamedTuple):
-    """Topic to remove from a fetch session. Sessions are not supported."""
+    """Topic to remove from a fetch session. It is ignored, because sessions are not supported."""
 
     name: String
     partitions: tuple[Int32, ...]
 
 
 class FetchRequest(NamedTuple):
-    """Fetch request (API key 1). Wait at most `max_wait_ms` for `min_bytes`; `isolation_level` 1 is read_committed."""
+    """Fetch request (API key 1). The broker waits at most `max_wait_ms` until there are `min_bytes`. `isolation_level`
+    1 is read_committed."""
 
     replica_id: Int32
     max_wait_ms: Int32
@@ -51,14 +53,16 @@ class FetchRequest(NamedTuple):
 
 
 class AbortedTransaction(NamedTuple):
-    """Aborted transaction. Consumers skip the producer's records from `first_offset` to its next abort marker."""
+    """Aborted transaction. A consumer skips the producer's records from `first_offset` to the producer's next abort
+    marker."""
 
     producer_id: Int64
     first_offset: Int64
 
 
 class FetchedPartition(NamedTuple):
-    """Records of a partition: complete batches, of which the first one may begin before the requested offset."""
+    """Records that were read from a partition: complete batches, of which the first may begin before the requested
+    offset."""
 
     partition: Int32
     error_code: Int16
@@ -71,14 +75,14 @@ class FetchedPartition(NamedTuple):
 
 
 class FetchedTopic(NamedTuple):
-    """Read partitions of a topic."""
+    """Records that were read from the partitions of a topic."""
 
     name: String
     partitions: tuple[FetchedPartition, ...]
 
 
 class FetchResponse(NamedTuple):
-    """Fetch response (API key 1). With session id 0 there is no session, and clients send complete requests."""
+    """Fetch response (API key 1). `session_id` 0 tells the client that there is no fetch session."""
 
     throttle_time_ms: Int32
     error_code: Int16
@@ -87,21 +91,21 @@ class FetchResponse(NamedTuple):
 
 
 class ListOffsetsPartition(NamedTuple):
-    """Partition to look up. `timestamp` is a time in milliseconds, `LATEST` or `EARLIEST`."""
+    """Partition whose offset is requested. `timestamp` is a time in milliseconds, or `LATEST` or `EARLIEST`."""
 
     partition: Int32
     timestamp: Int64
 
 
 class ListOffsetsTopic(NamedTuple):
-    """Partitions of a topic to look up."""
+    """Partitions of a topic whose offsets are requested."""
 
     name: String
     partitions: tuple[ListOffsetsPartition, ...]
 
 
 class ListOffsetsRequest(NamedTuple):
-    """ListOffsets request (API key 2): the first, the last, or the offset at a time, of each partition."""
+    """ListOffsets request (API key 2): partitions, each with a time or with `LATEST` or `EARLIEST`."""
 
     replica_id: Int32
     isolation_level: Int8
@@ -109,7 +113,7 @@ class ListOffsetsRequest(NamedTuple):
 
 
 class ListedPartition(NamedTuple):
-    """Result of a look-up: the offset of the first record at or after the requested time, -1 if there is none."""
+    """Offset of one partition: of its first record at or after the requested time, or -1 if there is none."""
 
     partition: Int32
     error_code: Int16
@@ -118,35 +122,35 @@ class ListedPartition(NamedTuple):
 
 
 class ListedTopic(NamedTuple):
-    """Results for the partitions of a topic."""
+    """Offsets of the partitions of a topic."""
 
     name: String
     partitions: tuple[ListedPartition, ...]
 
 
 class ListOffsetsResponse(NamedTuple):
-    """ListOffsets response (API key 2): the offsets that were looked up."""
+    """ListOffsets response (API key 2): the requested offsets."""
 
     throttle_time_ms: Int32
     topics: tuple[ListedTopic, ...]
 
 
 class ProducePartition(NamedTuple):
-    """One record batch for a partition."""
+    """Record batch to store in a partition."""
 
     partition: Int32
     records: Records
 
 
 class ProduceTopic(NamedTuple):
-    """The batches for a topic."""
+    """Record batches to store in the partitions of a topic."""
 
     name: String
     partitions: tuple[ProducePartition, ...]
 
 
 class ProduceRequest(NamedTuple):
-    """Produce request (API key 0). With `acks` 0 there is no response; 1 and -1 are the same here."""
+    """Produce request (API key 0). With `acks` 0 the client gets no response; 1 and -1 have the same effect here."""
 
     transactional_id: NullableString
     acks: Int16
@@ -155,7 +159,7 @@ class ProduceRequest(NamedTuple):
 
 
 class ProducedPartition(NamedTuple):
-    """Result of storing a batch. `base_offset` is its offset, -1 if it was refused."""
+    """Result of storing a batch. `base_offset` is the offset of its first record, or -1 if the batch was refused."""
 
     partition: Int32
     error_code: Int16
@@ -172,17 +176,17 @@ class ProducedTopic(NamedTuple):
 
 
 class ProduceResponse(NamedTuple):
-    """Produce response (API key 0) once all batches are durable."""
+    """Produce response (API key 0), sent once all batches are durable."""
 
     topics: tuple[ProducedTopic, ...]
     throttle_time_ms: Int32
 
 
 class InitProducerIdRequest(NamedTuple):
-    """InitProducerId request (API key 22): a producer id, or the ownership of a transactional id.
+    """InitProducerId request (API key 22) for a producer id, or for the ownership of a transactional id.
 
-    With a transactional id the caller becomes its owner, and the previous owner is fenced. An owner sends its producer
-    id and epoch to get its next epoch (KIP-360).
+    The client becomes the owner of the transactional id, and the previous owner is fenced. A client that is already the
+    owner sends its producer id and epoch, and gets the next epoch (KIP-360).
     """
 
     transactional_id: NullableString
@@ -192,7 +196,8 @@ class InitProducerIdRequest(NamedTuple):
 
 
 class InitProducerIdResponse(NamedTuple):
-    """InitProducerId response (API key 22): the producer id and the epoch to send with batches."""
+    """InitProducerId response (API key 22): the producer id and the epoch that the client must send with its
+    batches."""
 
     throttle_time_ms: Int32
     error_code: Int16

@@ -1,8 +1,8 @@
-"""Requests of consumer groups, and of the offsets that they commit.
+"""Messages of consumer groups, and of the offsets that they commit.
 
 JoinGroup 5, SyncGroup 3, Heartbeat 1, LeaveGroup 1, ListGroups 1, DescribeGroups 2, DeleteGroups 1, OffsetCommit 3 and
-OffsetFetch 1 to 7. ConsumerGroupHeartbeat is only refused. Without it a client with the newer group protocol would wait
-for ever.
+OffsetFetch 1 to 7. ConsumerGroupHeartbeat is defined only so that it can be refused; if the broker did not know it, a
+client with the newer group protocol would wait for ever.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class JoinGroupRequest(NamedTuple):
 
 
 class JoinedMember(NamedTuple):
-    """Member of the group, as the leader gets it to assign partitions."""
+    """Member of the group in the response to the leader, which assigns the partitions."""
 
     member_id: String
     group_instance_id: NullableString
@@ -43,7 +43,8 @@ class JoinedMember(NamedTuple):
 
 
 class JoinGroupResponse(NamedTuple):
-    """JoinGroup response (API key 11) once the generation is complete. Only the leader gets `members`."""
+    """JoinGroup response (API key 11), sent once all members of the generation have joined. Only the leader gets
+    `members`."""
 
     throttle_time_ms: Int32
     error_code: Int16
@@ -55,14 +56,15 @@ class JoinGroupResponse(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Assignment of a member, in bytes that the broker does not interpret."""
+    """Partitions assigned to a member, as bytes that the broker does not interpret."""
 
     member_id: String
     assignment: Bytes
 
 
 class SyncGroupRequest(NamedTuple):
-    """SyncGroup request (API key 14). The leader sends the assignments, other members send an empty list."""
+    """SyncGroup request (API key 14). The leader sends the assignments of all members; other members send an empty
+    list."""
 
     group_id: String
     generation_id: Int32
@@ -72,7 +74,8 @@ class SyncGroupRequest(NamedTuple):
 
 
 class SyncGroupResponse(NamedTuple):
-    """SyncGroup response (API key 14) once the leader has assigned."""
+    """SyncGroup response (API key 14) with the member's assignment, sent once the leader has assigned the
+    partitions."""
 
     throttle_time_ms: Int32
     error_code: Int16
@@ -88,39 +91,41 @@ class HeartbeatRequest(NamedTuple):
 
 
 class HeartbeatResponse(NamedTuple):
-    """Heartbeat response (API key 12): NONE, rejoin (27), or join anew (22, 25)."""
+    """Heartbeat response (API key 12). Error code 27 means that the member must rejoin, 22 and 25 that it must join as
+    a new member."""
 
     throttle_time_ms: Int32
     error_code: Int16
 
 
 class LeaveGroupRequest(NamedTuple):
-    """LeaveGroup request (API key 13): a member leaves its group."""
+    """LeaveGroup request (API key 13) by which a member leaves its group."""
 
     group_id: String
     member_id: String
 
 
 class LeaveGroupResponse(NamedTuple):
-    """LeaveGroup response (API key 13): whether the member has left."""
+    """LeaveGroup response (API key 13) with an error code."""
 
     throttle_time_ms: Int32
     error_code: Int16
 
 
 class ListGroupsRequest(NamedTuple):
-    """ListGroups request (API key 16): all groups of the broker."""
+    """ListGroups request (API key 16) for all groups of the broker."""
 
 
 class ListedGroup(NamedTuple):
-    """Group in a list. `protocol_type` is `consumer` for consumers, and empty for a group that only has offsets."""
+    """Group in a ListGroups response. `protocol_type` is `consumer` for groups of consumers, and empty for a group that
+    never had members."""
 
     group_id: String
     protocol_type: String
 
 
 class ListGroupsResponse(NamedTuple):
-    """ListGroups response (API key 16): all groups of the broker."""
+    """ListGroups response (API key 16) with all groups of the broker."""
 
     throttle_time_ms: Int32
     error_code: Int16
@@ -128,13 +133,13 @@ class ListGroupsResponse(NamedTuple):
 
 
 class DescribeGroupsRequest(NamedTuple):
-    """DescribeGroups request (API key 15): groups to describe."""
+    """DescribeGroups request (API key 15) with the ids of groups."""
 
     groups: tuple[String, ...]
 
 
 class DescribedMember(NamedTuple):
-    """Member of a group. The host begins with a slash, as Java prints addresses."""
+    """Member in the description of a group. The host begins with a slash, as Java prints addresses."""
 
     member_id: String
     client_id: String
@@ -144,7 +149,7 @@ class DescribedMember(NamedTuple):
 
 
 class DescribedGroup(NamedTuple):
-    """Description of a group. `state` is a `Phase`, or `Dead` for a group that does not exist."""
+    """Description of a group. `state` is a value of `Phase`, or `Dead` if the group does not exist."""
 
     error_code: Int16
     group_id: String
@@ -155,34 +160,35 @@ class DescribedGroup(NamedTuple):
 
 
 class DescribeGroupsResponse(NamedTuple):
-    """DescribeGroups response (API key 15): states and members of groups."""
+    """DescribeGroups response (API key 15) with states and members of groups."""
 
     throttle_time_ms: Int32
     groups: tuple[DescribedGroup, ...]
 
 
 class DeleteGroupsRequest(NamedTuple):
-    """DeleteGroups request (API key 42): groups to delete with their offsets."""
+    """DeleteGroups request (API key 42) with the ids of groups to delete, including their offsets."""
 
     groups: tuple[String, ...]
 
 
 class DeletedGroup(NamedTuple):
-    """Result of deleting a group."""
+    """Result of deleting one group."""
 
     group_id: String
     error_code: Int16
 
 
 class DeleteGroupsResponse(NamedTuple):
-    """DeleteGroups response (API key 42): result for each group."""
+    """DeleteGroups response (API key 42) with a result for each group."""
 
     throttle_time_ms: Int32
     results: tuple[DeletedGroup, ...]
 
 
 class OwnedTopic(NamedTuple):
-    """Topic in the newer group protocol, by the two halves of its UUID."""
+    """Partitions of a topic that a member of the newer group protocol owns. The UUID of the topic is sent as two
+    halves."""
 
     id_high: Int64
     id_low: Int64
@@ -190,7 +196,8 @@ class OwnedTopic(NamedTuple):
 
 
 class ConsumerGroupHeartbeatRequest(NamedTuple):
-    """ConsumerGroupHeartbeat request (API key 68): join or stay in a group of the newer protocol, KIP-848."""
+    """ConsumerGroupHeartbeat request (API key 68), by which a client joins or stays in a group of the newer protocol
+    (KIP-848)."""
 
     group_id: String
     member_id: String
@@ -205,7 +212,7 @@ class ConsumerGroupHeartbeatRequest(NamedTuple):
 
 
 class ConsumerGroupHeartbeatResponse(NamedTuple):
-    """ConsumerGroupHeartbeat response (API key 68), which always contains an error.
+    """ConsumerGroupHeartbeat response (API key 68), which always contains an error here.
 
     `assignment` -1 means that no assignment follows.
     """
@@ -220,7 +227,8 @@ class ConsumerGroupHeartbeatResponse(NamedTuple):
 
 
 class CommitPartition(NamedTuple):
-    """Offset to commit for a partition, which is that of its next record, with metadata that the group stores."""
+    """Offset to commit for a partition: that of the next record to read. The metadata is a text that the broker stores
+    with it."""
 
     partition: Int32
     offset: Int64
@@ -228,14 +236,15 @@ class CommitPartition(NamedTuple):
 
 
 class CommitTopic(NamedTuple):
-    """Offsets to commit for a topic."""
+    """Offsets to commit for the partitions of a topic."""
 
     name: String
     partitions: tuple[CommitPartition, ...]
 
 
 class OffsetCommitRequest(NamedTuple):
-    """OffsetCommit request (API key 8). Generation -1 without a member is a client with manual assignment."""
+    """OffsetCommit request (API key 8). A client that assigns partitions itself sends generation -1 and an empty member
+    id."""
 
     group_id: String
     generation_id: Int32
@@ -245,37 +254,37 @@ class OffsetCommitRequest(NamedTuple):
 
 
 class CommittedPartition(NamedTuple):
-    """Result of committing the offset of one partition."""
+    """Error code of committing the offset of one partition."""
 
     partition: Int32
     error_code: Int16
 
 
 class CommittedTopic(NamedTuple):
-    """Results of committing the offsets of a topic's partitions."""
+    """Error codes of committing the offsets of a topic's partitions."""
 
     name: String
     partitions: tuple[CommittedPartition, ...]
 
 
 class OffsetCommitResponse(NamedTuple):
-    """OffsetCommit response (API key 8): result for each partition."""
+    """OffsetCommit response (API key 8) with an error code for each partition."""
 
     throttle_time_ms: Int32
     topics: tuple[CommittedTopic, ...]
 
 
 class OffsetFetchTopic(NamedTuple):
-    """Partitions of a topic whose offsets are requested."""
+    """Partitions of a topic whose committed offsets are requested."""
 
     name: String
     partitions: tuple[Int32, ...]
 
 
 class OffsetFetchRequest(NamedTuple):
-    """OffsetFetch request (API key 9). None requests all offsets of the group (since version 2).
+    """OffsetFetch request (API key 9). `topics` None requests all offsets of the group (since version 2).
 
-    With `require_stable`, an offset that an open transaction may still replace is refused (88).
+    With `require_stable`, the offset of a partition is refused (88) while an open transaction may still replace it.
     """
 
     group_id: String
@@ -284,7 +293,7 @@ class OffsetFetchRequest(NamedTuple):
 
 
 class FetchedOffset(NamedTuple):
-    """Committed offset of a partition, -1 without one. The leader epoch is always -1."""
+    """Committed offset of a partition, or -1 if none was committed. The leader epoch is always -1."""
 
     partition: Int32
     offset: Int64
@@ -301,7 +310,7 @@ class FetchedOffsets(NamedTuple):
 
 
 class OffsetFetchResponse(NamedTuple):
-    """OffsetFetch response (API key 9): committed offsets of a group."""
+    """OffsetFetch response (API key 9) with committed offsets of a group."""
 
     throttle_time_ms: Annotated[Int32, Since(3, 0)]
     topics: tuple[FetchedOffsets, ...]

@@ -1,4 +1,4 @@
-"""First requests of a connection, and the header of all requests.
+"""Messages at the beginning of a connection, and the header of all requests.
 
 ApiVersions 0, SaslHandshake 0 and 1, SaslAuthenticate 0 and 1, Metadata 4, FindCoordinator 1.
 """
@@ -11,7 +11,7 @@ from headrace_broker.wire import Bool, Bytes, Int8, Int16, Int32, Int64, Nullabl
 
 
 class MetadataRequest(NamedTuple):
-    """Metadata request (API key 3). None requests all topics, an empty list none."""
+    """Metadata request (API key 3). `topics` None requests all topics, an empty list no topics."""
 
     topics: tuple[String, ...] | None
     allow_auto_topic_creation: Bool
@@ -27,7 +27,7 @@ class BrokerMetadata(NamedTuple):
 
 
 class PartitionMetadata(NamedTuple):
-    """Leader and replicas of a partition, which are always this broker."""
+    """Leader and replicas of a partition. All are this broker."""
 
     error_code: Int16
     partition: Int32
@@ -37,7 +37,7 @@ class PartitionMetadata(NamedTuple):
 
 
 class TopicMetadata(NamedTuple):
-    """Description of a topic, or the error of its name."""
+    """Partitions of a topic, or an error code if there is no such topic."""
 
     error_code: Int16
     name: String
@@ -46,7 +46,7 @@ class TopicMetadata(NamedTuple):
 
 
 class MetadataResponse(NamedTuple):
-    """Metadata response (API key 3): addresses of brokers, and topics with their partitions."""
+    """Metadata response (API key 3) with the broker's address, and topics with their partitions."""
 
     throttle_time_ms: Int32
     brokers: tuple[BrokerMetadata, ...]
@@ -63,7 +63,7 @@ class FindCoordinatorRequest(NamedTuple):
 
 
 class FindCoordinatorResponse(NamedTuple):
-    """FindCoordinator response (API key 10). The coordinator is always this broker."""
+    """FindCoordinator response (API key 10) with the address of the coordinator, which is always this broker."""
 
     throttle_time_ms: Int32
     error_code: Int16
@@ -74,7 +74,7 @@ class FindCoordinatorResponse(NamedTuple):
 
 
 class RequestStart(NamedTuple):
-    """Part of the request header that is equal in all versions."""
+    """Beginning of the request header, which is equal in all versions of the header."""
 
     api_key: Int16
     api_version: Int16
@@ -82,7 +82,7 @@ class RequestStart(NamedTuple):
 
 
 class RequestHeader(NamedTuple):
-    """Request header of version 1, for non-flexible versions of requests."""
+    """Request header of version 1, for requests of non-flexible versions."""
 
     api_key: Int16
     api_version: Int16
@@ -91,11 +91,11 @@ class RequestHeader(NamedTuple):
 
 
 class ApiVersionsRequest(NamedTuple):
-    """ApiVersions request (API key 18): the supported APIs."""
+    """ApiVersions request (API key 18) for the supported APIs and versions. It has no fields."""
 
 
 class ApiVersion(NamedTuple):
-    """Range of supported versions of one API."""
+    """Range of the supported versions of one API."""
 
     api_key: Int16
     min_version: Int16
@@ -103,33 +103,35 @@ class ApiVersion(NamedTuple):
 
 
 class ApiVersionsResponse(NamedTuple):
-    """ApiVersions response (API key 18): ranges of versions, also for unsupported requests."""
+    """ApiVersions response (API key 18) with the supported APIs. It is also the response to an unsupported version of
+    the request."""
 
     error_code: Int16
     api_keys: tuple[ApiVersion, ...]
 
 
 class SaslHandshakeRequest(NamedTuple):
-    """SaslHandshake request (API key 17): the mechanism that the client chooses."""
+    """SaslHandshake request (API key 17) with the SASL mechanism that the client chooses."""
 
     mechanism: String
 
 
 class SaslHandshakeResponse(NamedTuple):
-    """SaslHandshake response (API key 17): the supported mechanisms."""
+    """SaslHandshake response (API key 17) with the supported SASL mechanisms."""
 
     error_code: Int16
     mechanisms: tuple[String, ...]
 
 
 class SaslAuthenticateRequest(NamedTuple):
-    """SaslAuthenticate request (API key 36): user name and password in the form of the mechanism."""
+    """SaslAuthenticate request (API key 36) with user name and password, in the format of the SASL mechanism."""
 
     auth_bytes: Bytes
 
 
 class SaslAuthenticateResponse(NamedTuple):
-    """SaslAuthenticate response (API key 36). With the lifetime 0 a session ends with its connection."""
+    """SaslAuthenticate response (API key 36). `session_lifetime_ms` 0 means that the login is valid as long as the
+    connection."""
 
     error_code: Int16
     error_message: NullableString

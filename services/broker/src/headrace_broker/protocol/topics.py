@@ -1,5 +1,5 @@
-"""CreateTopics 3 to 4, DeleteTopics 1, DescribeConfigs 1, IncrementalAlterConfigs 0, CreatePartitions 0 to 1,
-DeleteRecords 0 to 1 and DescribeLogDirs 1."""
+"""Messages about topics: CreateTopics 3 to 4, DeleteTopics 1, DescribeConfigs 1, IncrementalAlterConfigs 0,
+CreatePartitions 0 to 1, DeleteRecords 0 to 1 and DescribeLogDirs 1."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from headrace_broker.wire import Bool, Int8, Int16, Int32, Int64, NullableString
 
 
 class ReplicaAssignment(NamedTuple):
-    """Explicit replicas of a partition."""
+    """Brokers on which the client requests the replicas of a partition."""
 
     partition: Int32
     broker_ids: tuple[Int32, ...]
 
 
 class ConfigEntry(NamedTuple):
-    """Setting of a topic by Kafka's name."""
+    """Setting of a topic, with Kafka's name."""
 
     name: String
     value: NullableString
 
 
 class NewTopic(NamedTuple):
-    """Topic to create, with a number of partitions, or with assignments and -1 as the number.
+    """Topic to create. Its partitions are requested by their number, or by `assignments` and -1 as the number.
 
-    Without assignments -1 requests the broker's default number of partitions and of replicas, which is 1.
+    Without `assignments`, -1 requests the broker's default number of partitions or of replicas, which is 1.
     """
 
     name: String
@@ -36,7 +36,7 @@ class NewTopic(NamedTuple):
 
 
 class CreateTopicsRequest(NamedTuple):
-    """CreateTopics request (API key 19): topics to create."""
+    """CreateTopics request (API key 19)."""
 
     topics: tuple[NewTopic, ...]
     timeout_ms: Int32
@@ -44,7 +44,7 @@ class CreateTopicsRequest(NamedTuple):
 
 
 class CreatedTopic(NamedTuple):
-    """Result of creating or extending a topic. The message contains the remedy."""
+    """Result of creating a topic or of adding partitions to it. The error message contains a remedy."""
 
     name: String
     error_code: Int16
@@ -52,35 +52,35 @@ class CreatedTopic(NamedTuple):
 
 
 class CreateTopicsResponse(NamedTuple):
-    """CreateTopics response (API key 19): result for each topic."""
+    """CreateTopics response (API key 19) with a result for each topic."""
 
     throttle_time_ms: Int32
     topics: tuple[CreatedTopic, ...]
 
 
 class DeleteTopicsRequest(NamedTuple):
-    """DeleteTopics request (API key 20): topics to delete."""
+    """DeleteTopics request (API key 20) with the names of topics."""
 
     names: tuple[String, ...]
     timeout_ms: Int32
 
 
 class DeletedTopic(NamedTuple):
-    """Result of deleting a topic."""
+    """Result of deleting one topic."""
 
     name: String
     error_code: Int16
 
 
 class DeleteTopicsResponse(NamedTuple):
-    """DeleteTopics response (API key 20): result for each topic."""
+    """DeleteTopics response (API key 20) with a result for each topic."""
 
     throttle_time_ms: Int32
     topics: tuple[DeletedTopic, ...]
 
 
 class ConfigResource(NamedTuple):
-    """Resource with settings. `type` is 2 for a topic and 4 for the broker. None as `keys` requests all settings."""
+    """Topic (`type` 2) or broker (`type` 4) whose settings are requested. `keys` None requests all settings."""
 
     type: Int8
     name: String
@@ -88,14 +88,14 @@ class ConfigResource(NamedTuple):
 
 
 class DescribeConfigsRequest(NamedTuple):
-    """DescribeConfigs request (API key 32): resources whose settings are requested."""
+    """DescribeConfigs request (API key 32) with the topics or brokers whose settings are requested."""
 
     resources: tuple[ConfigResource, ...]
     include_synonyms: Bool
 
 
 class ConfigSynonym(NamedTuple):
-    """Origin of a setting's value. The broker never returns one."""
+    """Another source of a setting's value. The broker never returns any."""
 
     name: String
     value: NullableString
@@ -103,7 +103,7 @@ class ConfigSynonym(NamedTuple):
 
 
 class DescribedConfig(NamedTuple):
-    """Description of a setting. `source` is 1 if the topic sets it, 4 for the broker, 5 for a default."""
+    """Value of a setting. `source` is 1 if the topic sets it, 4 if the broker sets it, 5 for a default."""
 
     name: String
     value: NullableString
@@ -114,7 +114,7 @@ class DescribedConfig(NamedTuple):
 
 
 class DescribedResource(NamedTuple):
-    """The settings of one resource."""
+    """Settings of one topic or of the broker."""
 
     error_code: Int16
     error_message: NullableString
@@ -124,14 +124,15 @@ class DescribedResource(NamedTuple):
 
 
 class DescribeConfigsResponse(NamedTuple):
-    """DescribeConfigs response (API key 32): settings of each resource."""
+    """DescribeConfigs response (API key 32) with the requested settings."""
 
     throttle_time_ms: Int32
     results: tuple[DescribedResource, ...]
 
 
 class AlteredEntry(NamedTuple):
-    """Change of a setting: 0 sets it, 1 resets it to its default, 2 adds to a list, 3 removes from it."""
+    """Change of a setting. `operation` 0 sets it, 1 resets it to its default, 2 adds to a list, 3 removes from a
+    list."""
 
     name: String
     operation: Int8
@@ -139,7 +140,7 @@ class AlteredEntry(NamedTuple):
 
 
 class AlteredResource(NamedTuple):
-    """Resource whose settings are changed. `type` is 2 for a topic."""
+    """Topic (`type` 2) whose settings are to be changed."""
 
     type: Int8
     name: String
@@ -147,14 +148,14 @@ class AlteredResource(NamedTuple):
 
 
 class IncrementalAlterConfigsRequest(NamedTuple):
-    """IncrementalAlterConfigs request (API key 44): settings to change."""
+    """IncrementalAlterConfigs request (API key 44) with the changes of settings."""
 
     resources: tuple[AlteredResource, ...]
     validate_only: Bool
 
 
 class AlteredResult(NamedTuple):
-    """Result of the changes of one resource, which are all made or none."""
+    """Result of changing the settings of one topic. Either all its changes are made, or none."""
 
     error_code: Int16
     error_message: NullableString
@@ -163,20 +164,20 @@ class AlteredResult(NamedTuple):
 
 
 class IncrementalAlterConfigsResponse(NamedTuple):
-    """IncrementalAlterConfigs response (API key 44): result for each resource."""
+    """IncrementalAlterConfigs response (API key 44) with a result for each topic."""
 
     throttle_time_ms: Int32
     results: tuple[AlteredResult, ...]
 
 
 class NewReplicas(NamedTuple):
-    """Explicit replicas of a new partition."""
+    """Brokers on which the client requests the replicas of a new partition."""
 
     broker_ids: tuple[Int32, ...]
 
 
 class MorePartitions(NamedTuple):
-    """New total number of partitions of a topic."""
+    """Topic that gets more partitions. `total` is its number of partitions afterwards."""
 
     name: String
     total: Int32
@@ -184,7 +185,7 @@ class MorePartitions(NamedTuple):
 
 
 class CreatePartitionsRequest(NamedTuple):
-    """CreatePartitions request (API key 37): topics that get more partitions."""
+    """CreatePartitions request (API key 37)."""
 
     topics: tuple[MorePartitions, ...]
     timeout_ms: Int32
@@ -192,35 +193,36 @@ class CreatePartitionsRequest(NamedTuple):
 
 
 class CreatePartitionsResponse(NamedTuple):
-    """CreatePartitions response (API key 37): result for each topic."""
+    """CreatePartitions response (API key 37) with a result for each topic."""
 
     throttle_time_ms: Int32
     results: tuple[CreatedTopic, ...]
 
 
 class DeleteRecordsPartition(NamedTuple):
-    """Partition whose records before the offset are deleted. -1 is the end of the log."""
+    """Partition whose records before `offset` are to be deleted. -1 stands for the end of the log."""
 
     partition: Int32
     offset: Int64
 
 
 class DeleteRecordsTopic(NamedTuple):
-    """Partitions of a topic whose records are deleted."""
+    """Partitions of a topic whose records are to be deleted."""
 
     name: String
     partitions: tuple[DeleteRecordsPartition, ...]
 
 
 class DeleteRecordsRequest(NamedTuple):
-    """DeleteRecords request (API key 21): partitions with the offsets before which records are deleted."""
+    """DeleteRecords request (API key 21) with the offsets before which records are to be deleted."""
 
     topics: tuple[DeleteRecordsTopic, ...]
     timeout_ms: Int32
 
 
 class CutPartition(NamedTuple):
-    """Result of deleting records: the first remaining offset of a partition, -1 with an error."""
+    """Result of deleting records of a partition. `low_watermark` is the first remaining offset, or -1 after an
+    error."""
 
     partition: Int32
     low_watermark: Int64
@@ -228,14 +230,14 @@ class CutPartition(NamedTuple):
 
 
 class CutTopic(NamedTuple):
-    """Results of deleting records, for the partitions of a topic."""
+    """Results of deleting records of a topic's partitions."""
 
     name: String
     partitions: tuple[CutPartition, ...]
 
 
 class DeleteRecordsResponse(NamedTuple):
-    """DeleteRecords response (API key 21): first remaining offset of each partition."""
+    """DeleteRecords response (API key 21) with a result for each partition."""
 
     throttle_time_ms: Int32
     topics: tuple[CutTopic, ...]
@@ -249,13 +251,13 @@ class LogDirTopic(NamedTuple):
 
 
 class DescribeLogDirsRequest(NamedTuple):
-    """DescribeLogDirs request (API key 35). None requests all topics."""
+    """DescribeLogDirs request (API key 35). `topics` None requests all topics."""
 
     topics: tuple[LogDirTopic, ...] | None
 
 
 class LogDirPartition(NamedTuple):
-    """Entry of a DescribeLogDirs response: the bytes that the record batches of one partition occupy on disk."""
+    """Size of one partition: the bytes of its record batches on disk."""
 
     partition: Int32
     size_bytes: Int64
@@ -271,7 +273,7 @@ class MeasuredTopic(NamedTuple):
 
 
 class LogDir(NamedTuple):
-    """Folder with logs. There is only one."""
+    """Folder with the sizes of the partitions in it. This broker has only one folder."""
 
     error_code: Int16
     path: String
@@ -279,7 +281,7 @@ class LogDir(NamedTuple):
 
 
 class DescribeLogDirsResponse(NamedTuple):
-    """DescribeLogDirs response (API key 35): sizes of partitions."""
+    """DescribeLogDirs response (API key 35) with the sizes of the requested partitions."""
 
     throttle_time_ms: Int32
     dirs: tuple[LogDir, ...]

@@ -1,5 +1,5 @@
-"""AddPartitionsToTxn 0, AddOffsetsToTxn 0, TxnOffsetCommit 0 to 3, EndTxn 0, DescribeProducers 0, DescribeTransactions
-0 and ListTransactions 0 to 1."""
+"""Messages about transactions: AddPartitionsToTxn 0, AddOffsetsToTxn 0, TxnOffsetCommit 0 to 3, EndTxn 0,
+DescribeProducers 0, DescribeTransactions 0 and ListTransactions 0 to 1."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from headrace_broker.wire import Bool, Int16, Int32, Int64, NullableString, Sinc
 
 
 class AddedTopic(NamedTuple):
-    """Partitions of a topic to add to the transaction."""
+    """Partitions of a topic that are to be added to the transaction."""
 
     name: String
     partitions: tuple[Int32, ...]
 
 
 class AddPartitionsToTxnRequest(NamedTuple):
-    """AddPartitionsToTxn request (API key 24): partitions that the transaction will write to."""
+    """AddPartitionsToTxn request (API key 24) with partitions to which the transaction will write."""
 
     transactional_id: String
     producer_id: Int64
@@ -26,14 +26,14 @@ class AddPartitionsToTxnRequest(NamedTuple):
 
 
 class AddPartitionsToTxnResponse(NamedTuple):
-    """AddPartitionsToTxn response (API key 24): result for each partition."""
+    """AddPartitionsToTxn response (API key 24) with an error code for each partition."""
 
     throttle_time_ms: Int32
     topics: tuple[CommittedTopic, ...]
 
 
 class AddOffsetsToTxnRequest(NamedTuple):
-    """AddOffsetsToTxn request (API key 25). The transaction will commit offsets of this group."""
+    """AddOffsetsToTxn request (API key 25) with a group whose offsets the transaction will commit."""
 
     transactional_id: String
     producer_id: Int64
@@ -42,14 +42,14 @@ class AddOffsetsToTxnRequest(NamedTuple):
 
 
 class AddOffsetsToTxnResponse(NamedTuple):
-    """AddOffsetsToTxn response (API key 25): whether the group was added."""
+    """AddOffsetsToTxn response (API key 25) with an error code."""
 
     throttle_time_ms: Int32
     error_code: Int16
 
 
 class TxnCommitPartition(NamedTuple):
-    """Offset of the next record of a partition. The leader epoch is unused."""
+    """Offset to commit for a partition: that of the next record to read. The leader epoch is ignored."""
 
     partition: Int32
     offset: Int64
@@ -58,14 +58,14 @@ class TxnCommitPartition(NamedTuple):
 
 
 class TxnCommitTopic(NamedTuple):
-    """Offsets to commit for a topic."""
+    """Offsets to commit for the partitions of a topic."""
 
     name: String
     partitions: tuple[TxnCommitPartition, ...]
 
 
 class TxnOffsetCommitRequest(NamedTuple):
-    """TxnOffsetCommit request (API key 28). The offsets take effect when the transaction commits.
+    """TxnOffsetCommit request (API key 28) with offsets that are committed when the transaction commits.
 
     A member of the group sends its member id and generation, and is refused if they are outdated (KIP-447).
     """
@@ -81,14 +81,14 @@ class TxnOffsetCommitRequest(NamedTuple):
 
 
 class TxnOffsetCommitResponse(NamedTuple):
-    """TxnOffsetCommit response (API key 28): result for each partition."""
+    """TxnOffsetCommit response (API key 28) with an error code for each partition."""
 
     throttle_time_ms: Int32
     topics: tuple[CommittedTopic, ...]
 
 
 class EndTxnRequest(NamedTuple):
-    """EndTxn request (API key 26): commit or abort the open transaction."""
+    """EndTxn request (API key 26), which commits or aborts the open transaction."""
 
     transactional_id: String
     producer_id: Int64
@@ -97,27 +97,28 @@ class EndTxnRequest(NamedTuple):
 
 
 class EndTxnResponse(NamedTuple):
-    """EndTxn response (API key 26): whether the transaction has ended."""
+    """EndTxn response (API key 26) with an error code."""
 
     throttle_time_ms: Int32
     error_code: Int16
 
 
 class ProducersTopic(NamedTuple):
-    """Partitions of a topic to describe."""
+    """Partitions of a topic whose producers are requested."""
 
     name: String
     partitions: tuple[Int32, ...]
 
 
 class DescribeProducersRequest(NamedTuple):
-    """DescribeProducers request (API key 61): partitions whose producers are requested."""
+    """DescribeProducers request (API key 61) with partitions whose producers are requested."""
 
     topics: tuple[ProducersTopic, ...]
 
 
 class ActiveProducer(NamedTuple):
-    """State of a producer in a partition. `open_from` is -1 without an open transaction."""
+    """State of one producer in a partition. `open_from` is the first offset of its open transaction, or -1 if it has
+    none."""
 
     producer_id: Int64
     producer_epoch: Int32
@@ -128,7 +129,7 @@ class ActiveProducer(NamedTuple):
 
 
 class DescribedPartition(NamedTuple):
-    """The producers of a partition."""
+    """States of all producers of a partition."""
 
     partition: Int32
     error_code: Int16
@@ -137,34 +138,35 @@ class DescribedPartition(NamedTuple):
 
 
 class DescribedProducersTopic(NamedTuple):
-    """Descriptions of the partitions of a topic."""
+    """States of the producers of a topic's partitions."""
 
     name: String
     partitions: tuple[DescribedPartition, ...]
 
 
 class DescribeProducersResponse(NamedTuple):
-    """DescribeProducers response (API key 61): producers of each partition."""
+    """DescribeProducers response (API key 61) with the producers of each partition."""
 
     throttle_time_ms: Int32
     topics: tuple[DescribedProducersTopic, ...]
 
 
 class DescribeTransactionsRequest(NamedTuple):
-    """DescribeTransactions request (API key 65): transactional ids to describe."""
+    """DescribeTransactions request (API key 65) with transactional ids."""
 
     transactional_ids: tuple[String, ...]
 
 
 class TransactionTopic(NamedTuple):
-    """Partitions of a topic in the transaction."""
+    """Partitions of a topic to which the transaction writes."""
 
     name: String
     partitions: tuple[Int32, ...]
 
 
 class DescribedTransaction(NamedTuple):
-    """Description of a transactional id. `started_ms` is -1 without an open transaction."""
+    """State of one transactional id. `started_ms` is the time at which its open transaction began, or -1 if it has
+    none."""
 
     error_code: Int16
     transactional_id: String
@@ -177,14 +179,14 @@ class DescribedTransaction(NamedTuple):
 
 
 class DescribeTransactionsResponse(NamedTuple):
-    """DescribeTransactions response (API key 65): state of each transactional id."""
+    """DescribeTransactions response (API key 65) with the state of each transactional id."""
 
     throttle_time_ms: Int32
     transactions: tuple[DescribedTransaction, ...]
 
 
 class ListTransactionsRequest(NamedTuple):
-    """ListTransactions request (API key 66). Empty lists and a negative duration do not filter."""
+    """ListTransactions request (API key 66). The fields are filters; empty lists and a negative duration select all."""
 
     states: tuple[String, ...]
     producer_ids: tuple[Int64, ...]
@@ -192,7 +194,7 @@ class ListTransactionsRequest(NamedTuple):
 
 
 class ListedTransaction(NamedTuple):
-    """A transactional id and its state, `Ongoing` or `Empty`."""
+    """Transactional id in a list, with its state: `Ongoing` or `Empty`."""
 
     transactional_id: String
     producer_id: Int64
@@ -200,7 +202,7 @@ class ListedTransaction(NamedTuple):
 
 
 class ListTransactionsResponse(NamedTuple):
-    """ListTransactions response (API key 66): transactional ids and their states."""
+    """ListTransactions response (API key 66) with the selected transactional ids."""
 
     throttle_time_ms: Int32
     error_code: Int16
