@@ -1,4 +1,5 @@
-"""The registry of versions: each is probed by every replica, played on held-out tasks, and promoted or rolled back."""
+"""The registry of model versions. Each version is probed by every replica, tested on held-out tasks, and then promoted
+or rolled back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m headrace_registry`."""
+"""Program of the registry: `python -m headrace_registry`."""
 
 from headrace_registry import INFO
 from headrace_registry.settings import RegistrySettings

@@ -1,4 +1,4 @@
-"""Composition root of the registry: database, leader lease, bus, model controller and REST interface."""
+"""Composition root of the registry: database, leader lease, bus, controllers and REST interface."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from headrace_runtime.stream.processor import Handler, Processor, ProcessorLimit
 from headrace_schemas import Checkpoint, Feedback, Replica, Reward, Routing, Trajectory, Turn
 
 _REPORTS_KEPT_MAX = 200
-"""Number of charts that are stored under `registry/rollouts` of the data directory, one for each step of a rollout;
-the oldest are deleted. Needs matplotlib."""
+"""Maximum number of charts under `registry/rollouts` of the data directory. Each step of a rollout adds one, and the
+oldest are deleted. Charts need matplotlib."""
 
 log = get_logger(__name__)
 _PRUNE_INTERVAL_S = 60.0
@@ -49,7 +49,7 @@ _STORAGE_LIMIT_INTERVAL_S = 30.0
 
 
 async def run(common: Common, settings: RegistrySettings) -> None:
-    """Run the registry until cancelled. A standby answers reads; only the leader makes decisions."""
+    """Run the registry until cancelled. A standby only answers read requests; the leader makes all decisions."""
     blobs = BlobStore.open(common)
     database = Database.open("registry", common)
     producer = EventProducer(common.bus, "headrace/registry", blobs)
@@ -199,7 +199,8 @@ class _Registry:
 
 
 def traffic_handlers(turns: TurnHandler, lease: LeaderLease, settings: RegistrySettings) -> dict[str, Handler]:
-    """Return the handlers of the topics of traffic and feedback, which are read only while a rollout is in progress."""
+    """Return the stream handlers for turns, trajectories, rewards and feedback. These topics are read only while a
+    rollout is in progress."""
     session_events = SessionEventHandler(lease, EVENTS_PER_UNIT_MAX)
     return {
         Turn.topic: turns,

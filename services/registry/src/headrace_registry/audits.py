@@ -1,4 +1,5 @@
-"""`python -m headrace_registry.audits`: reads versions and prints their scores on audit tasks (`audit_filter`)."""
+"""Filter program `python -m headrace_registry.audits`: it reads versions and prints their scores on audit tasks
+(`headrace_schemas.programs`)."""
 
 from headrace_registry.settings import RegistrySettings
 from headrace_runtime.main import Service

@@ -1,11 +1,12 @@
-"""All models, including those without a trainer: register, serve, labels, aliases, tags, notes, retire.
+"""Changes of the catalog of versions: register, serve, label, alias, tag, note and retire, also for models without a
+trainer.
 
-Each function is one kind of change. It runs in the transaction of `pages.http.RegistryChanges`, and raises `Refused`
+Each function makes one kind of change. It runs in the transaction of `pages.http.RegistryChanges`, and raises `Refused`
 before it has changed anything.
 
-A request moves all of its aliases by compare-and-swap, or none. The number of requested versions that replicas hold is
-limited, so that room is left for trained versions. A retired version never serves again, and its files may be
-collected.
+A request either moves all of its aliases by compare-and-swap, or none. The number of versions that operators request to
+be served is limited, so that replicas have room for trained versions. A retired version is never served again, and
+garbage collection may delete its files.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ _HASHED_BYTES_MAX = 16 * 2**20
 
 
 async def read_complete_manifest(blobs: BlobStore, ref: BlobRef, name: str) -> Manifest:
-    """Return the manifest after checking that each of its files is in the store. Raises `Refused` with the problem."""
+    """Read a manifest, and check that each of its files is in the blob store. Raises `Refused` with a message about the
+    problem."""
     try:
         manifest = await asyncio.to_thread(read_manifest, blobs, ref)
         missing = await asyncio.to_thread(lambda: [file.path for file in manifest.files if not _is_stored(blobs, file)])
@@ -51,8 +53,8 @@ async def read_complete_manifest(blobs: BlobStore, ref: BlobRef, name: str) -> M
 
 
 def _is_stored(blobs: BlobStore, file: File) -> bool:
-    """Return whether the store has the file. Small files are hashed here; each replica hashes weights before it loads
-    them."""
+    """Return whether the store contains the file. Small files are also compared with their digests. Weights are not;
+    each replica checks them before it loads them."""
     if file.blob.size > _HASHED_BYTES_MAX:
         return blobs.holds(file.blob)
     try:
@@ -70,7 +72,7 @@ async def register(
     ref: BlobRef,
     label: str | None,
 ) -> VersionRecord:
-    """Register a version that no trainer of this installation made, or bring it back if it was retired.
+    """Register a version that no trainer of this installation made. If it was retired, end the retirement.
 
     Raises:
         Refused: it can never serve its model.
@@ -130,9 +132,9 @@ async def _check_fit(tx: AsyncConnection, model: ModelRecord, version: VersionRe
 
 
 async def _base_problem(tx: AsyncConnection, version: VersionRecord) -> str | None:
-    """Return why an adapter does not fit its base, or None if it does.
+    """Return why an adapter does not fit its base, or None if it fits.
 
-    Both must have the same tokenizer and template.
+    An adapter fits if it has the same tokenizer and chat template as its base.
     """
     base = await store.load_version(tx, version.base or "")
     if base is None:
@@ -161,9 +163,10 @@ async def retire(
 
 
 async def reasons_in_use(tx: AsyncConnection, model: ModelRecord, version: VersionRecord) -> list[str]:
-    """Return the reasons why a version must not be retired; empty if there is none.
+    """Return the reasons why a version is in use and must not be retired; an empty list if it is not in use.
 
-    They are its roles, rollouts and aliases, an operator's request to serve it, and its adapters.
+    A version is used by its roles, rollouts and aliases, by an operator's request to serve it, and by adapters of which
+    it is the base.
     """
     name = version.version
     roles = {
@@ -188,11 +191,12 @@ async def reasons_in_use(tx: AsyncConnection, model: ModelRecord, version: Versi
 
 
 TAGS_MAX = 64
-"""Largest number of tags of one version."""
+"""Maximum number of tags of one version."""
 
 
 async def change_tags(tx: AsyncConnection, version: VersionRecord, add: Iterable[str], remove: Iterable[str]) -> None:
-    """Add and remove tags. Existing tags may be added again, and missing tags may be removed."""
+    """Add and remove tags of a version. Adding an existing tag or removing a missing one has no effect. Raises
+    `Refused` 409 for too many tags."""
     removed = TAGS.c.tag.in_(list(remove))
     await tx.execute(delete(TAGS).where(TAGS.c.version == version.version, removed))
     for tag in add:
@@ -205,7 +209,7 @@ async def change_tags(tx: AsyncConnection, version: VersionRecord, add: Iterable
 
 
 async def add_note(tx: AsyncConnection, now: datetime, version: VersionRecord, text: str, author: str) -> None:
-    """Add a note. Notes are never changed."""
+    """Add a note to a version. Existing notes are never changed. Raises `Refused` 409 for too many notes."""
     count = (await tx.execute(select(func.count()).where(NOTES.c.version == version.version))).scalar_one()
     if count >= NOTES_MAX:
         raise Refused(
@@ -215,7 +219,7 @@ async def add_note(tx: AsyncConnection, now: datetime, version: VersionRecord, t
 
 
 async def check_served_limit(tx: AsyncConnection, served_max: int) -> None:
-    """Check the number of versions that operators request, bases of adapters included.
+    """Check that operators do not request more than `served_max` versions, including the bases of adapters.
 
     Raises:
         Refused: 409, there are more than `registry.served_max`.
@@ -234,16 +238,17 @@ async def check_served_limit(tx: AsyncConnection, served_max: int) -> None:
 
 
 async def _has_a_role(tx: AsyncConnection, name: str) -> bool:
-    """Return whether replicas hold the version because of a role."""
+    """Return whether the version has a role (champion, previous, candidate or anchor) because of which replicas load
+    it."""
     version = await store.load_version(tx, name)
     model = await store.load_model(tx, version.model) if version else None
     return model is not None and name in (model.champion, model.previous, model.candidate, model.anchor)
 
 
 ROLES = frozenset(("champion", "canary", "previous", "candidate", "anchor"))
-"""Names that only the registry's own decisions move."""
+"""Names of roles, which only the registry's own decisions assign. They cannot be used as labels or aliases."""
 ALIASES_MAX = 128
-"""Largest number of aliases of one model."""
+"""Maximum number of aliases of one model."""
 
 
 async def move_aliases(
@@ -254,7 +259,7 @@ async def move_aliases(
     moves: Mapping[str, AliasMove],
     served_max: int,
 ) -> str:
-    """Make all `moves`, and return them as JSON for the audit log.
+    """Make all `moves` of aliases. Return them as JSON for the audit log.
 
     Raises:
         Refused: 409, an alias does not name the version that its move expects. Then none is moved.
@@ -291,7 +296,8 @@ async def _check(tx: AsyncConnection, model: ModelRecord, alias: str, move: Alia
 
 
 async def check_servable(tx: AsyncConnection, model: ModelRecord, name: str) -> None:
-    """Raise `Refused` for a version that was withdrawn or rejected, or can never serve this model."""
+    """Check that a version may be served: it was not withdrawn or rejected, and fits its model. Raises `Refused`
+    409."""
     version = await store.require_version(tx, model, name)
     if version.state in ("withdrawn", "rejected"):
         raise Refused(409, version.state, f"{name} was {version.state}; it cannot be served", "version")
@@ -301,7 +307,8 @@ async def check_servable(tx: AsyncConnection, model: ModelRecord, name: str) -> 
 
 
 async def _move(tx: AsyncConnection, now: datetime, model: str, alias: str, move: AliasMove) -> None:
-    """Move one alias. The statement checks the expected version again, in case another transaction moved the alias."""
+    """Move one alias. The SQL statement compares the expected version again, because another transaction may have moved
+    the alias in the meantime."""
     alias_row = (ALIASES.c.model == model) & (ALIASES.c.alias == alias)
     values = {"version": move.version, "changed_ms": epoch_ms(now)}
     if move.expected is None:
@@ -319,9 +326,9 @@ async def _move(tx: AsyncConnection, now: datetime, model: str, alias: str, move
 async def serve(
     tx: AsyncConnection, transition: Transition, model: ModelRecord, version: VersionRecord, served_max: int
 ) -> None:
-    """Record that an operator wants a version served, so that replicas load and probe it.
+    """Record that an operator requests a version to be served. Replicas then load and probe it.
 
-    The first version of a model without a trainer becomes its champion.
+    For a model without a trainer, the first such version becomes the champion.
     """
     await check_servable(tx, model, version.version)
     await _set_served(tx, version.version, True)
@@ -332,7 +339,7 @@ async def serve(
 
 
 async def unserve(tx: AsyncConnection, transition: Transition, model: ModelRecord, version: VersionRecord) -> None:
-    """Record that an operator no longer wants a version served, so that replicas unload it.
+    """Record that an operator no longer requests a version to be served. Replicas then unload it.
 
     Raises:
         Refused: 409, an alias names it, or a role of a trained model needs it.

@@ -1,6 +1,6 @@
-"""Checks the gate before the first promotion: its program must run and print valid lines.
+"""Check of the gate's program before the first promotion: it must run, and print valid lines.
 
-A stand-in for the gateway answers the program's calls, because no model is served yet.
+A stand-in for the gateway answers the program's calls with a fixed text, because no model is served yet.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _BODY_BYTES_MAX = 16_777_216
 
 @contextlib.contextmanager
 def run_stand_in() -> Iterator[str]:
-    """Context with a stand-in for the gateway on loopback; yields its base URL. It answers every chat with the same
-    text."""
+    """Run a stand-in for the gateway on loopback inside the context, and yield its base URL. It answers each chat
+    request with the same text."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
@@ -68,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: object) -> None:
-        """Suppress the log of requests."""
+        """Print nothing, because the base class would print a line for each request."""
 
 
 def _completion(request: object, part: str, message: dict[str, str], finish_reason: str | None) -> str:
@@ -100,9 +100,11 @@ _TASKS = 8
 
 
 async def check(_common: Common, settings: RegistrySettings) -> list[str]:
-    """Check before a start that the gate's program plays a few tasks, against a stand-in for the gateway.
+    """Check that the gate's program plays a few tasks, against a stand-in for the gateway. Return an empty list of
+    notes.
 
-    A program that still runs after a minute has passed, because it may print nothing for `gate.silence_s`.
+    If the program still runs after a minute, the check succeeds, because the program may print nothing for
+    `gate.silence_s`.
 
     Raises:
         SettingError: the program fails, or prints invalid lines.

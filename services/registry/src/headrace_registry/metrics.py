@@ -1,4 +1,4 @@
-"""Metrics of the registry besides those that all services have."""
+"""Metrics of the registry, in addition to those that all services have."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TypeAlias
 from prometheus_client import Counter, Gauge, Histogram
 
 DECISIONS = Counter("headrace_registry_decisions_total", "Decisions about versions", ["decision"])
-LEADER = Gauge("headrace_registry_leader", "1 while this process decides, 0 while it stands by")
+LEADER = Gauge("headrace_registry_leader", "1 while this process is the leader, 0 while it is a standby")
 WAITING = Gauge("headrace_registry_waiting_versions", "Registered versions that wait for their turn", ["model"])
 UNITS_FULL = Counter(
     "headrace_registry_rollout_events_left_out_total",
     "Events of units of a rollout that were not kept: the unit is closed, or has 1,024 events",
 )
-UNDER_WAY = Gauge("headrace_registry_rollouts_under_way", "Rollouts that are going on", ["model"])
+UNDER_WAY = Gauge("headrace_registry_rollouts_under_way", "Rollouts in progress", ["model"])
 Level: TypeAlias = Gauge
 """Type of the gauges of a rollout."""
 ROLLOUT_STEPS = Counter("headrace_registry_rollout_steps_total", "Steps of rollouts", ["model", "kind"])
@@ -36,12 +36,12 @@ SHADOW_PROMPTS = Counter(
 )
 ROLLOUT_HARM = Gauge(
     "headrace_registry_rollout_harm",
-    "Evidence of harm as a share of what takes a candidate back, by guardrail",
+    "Evidence of harm as a share of that which rolls a candidate back, by guardrail",
     ["model", "slot", "metric"],
 )
 GATE_SECONDS = Histogram(
     "headrace_registry_gate_seconds",
-    "How long a gate run took, by how it ended",
+    "Duration of a gate run, by its outcome",
     ["outcome"],
     buckets=(1, 2, 5, 10, 20, 60, 120, 300, 600, 1800),
 )

@@ -1,4 +1,4 @@
-"""The section `[registry]`."""
+"""Settings of the registry: the section `[registry]`."""
 
 from __future__ import annotations
 

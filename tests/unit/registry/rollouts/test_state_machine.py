@@ -151,7 +151,7 @@ def test_apply_refuses_impossible_steps_with_the_reason() -> None:
     full = state(
         step("begin", "m@b"), step("begin", "m@d"), parents={"m@a": None, "m@b": None, "m@d": None, "m@e": None}
     )
-    with pytest.raises(NotAllowed, match="m@e finds no slot: m@b, m@d are under way"):
+    with pytest.raises(NotAllowed, match="m@e has no free slot: m@b, m@d use all"):
         state_machine.begin(PLAN, full, "m@e", NOW)
 
 

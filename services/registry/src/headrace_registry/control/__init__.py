@@ -1,1 +1,2 @@
-"""Control loops: one for the models, one for each rollout, and the readers of live traffic."""
+"""Control loops that make the registry's decisions: one for all models, one for all rollouts, and the readers of live
+traffic."""

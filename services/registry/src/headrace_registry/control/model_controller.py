@@ -1,5 +1,5 @@
-"""Controller that carries out the actions of `lifecycle.plan`, each in one transaction. Gate runs are separate
-tasks."""
+"""Controller of the models. It carries out the actions that `lifecycle.plan` chooses, each in one transaction. Runs of
+the gate are separate tasks."""
 
 from __future__ import annotations
 
@@ -47,15 +47,17 @@ from headrace_schemas import Event, Replica
 log = get_logger(__name__)
 _REASON_MAX = 500
 _STEPS_MAX = 100
-"""Largest number of actions for one model in one tick. A plan that never waits is a bug."""
+"""Maximum number of actions for one model in one tick. More actions mean that the plan has a bug, because it must end
+in `Wait`."""
 
 
 class ModelController:
-    """Controller that decides about all models.
+    """Controller that decides about the versions of all models.
 
-    Call `tick` after every change and periodically, from one task at a time.
+    Call `tick` after each change and at intervals, from one task at a time.
 
-    The loading time of a candidate and the runs of the gate are kept in memory only, and start again after a crash.
+    The loading time of a candidate and the runs of the gate are stored only in memory, so they begin again after a
+    crash.
     """
 
     def __init__(
@@ -72,10 +74,10 @@ class ModelController:
         """Create a controller.
 
         Args:
-            replicas: returns the replicas that were seen on the bus.
-            watching: switches the reading of live traffic on or off, and returns whether traffic is being read.
-            reports: writer of a chart for each step of a rollout; None for no charts.
-            answers: calls models and tools for shadows; None if no tenant allows that.
+            replicas: function that returns the replicas with heartbeats on the bus.
+            watching: function that switches reading of live traffic on or off, and returns whether it is being read.
+            reports: writer of charts, one for each step of a rollout; None for no charts.
+            answers: client that calls models and tools for shadows; None if no tenant allows shadows.
         """
         self._processor = processor
         self._lease = lease
@@ -96,7 +98,7 @@ class ModelController:
         """Whether each model needs live traffic."""
 
     async def run(self) -> None:
-        """Run until cancelled. Cancelling it also ends the gate runs."""
+        """Run until cancelled. Cancelling it also cancels the runs of the gate."""
         try:
             while True:
                 self.wake.clear()
@@ -110,7 +112,7 @@ class ModelController:
                 await self._shadow.stop()
 
     async def tick(self) -> None:
-        """Carry out all actions that are possible now, for every model."""
+        """Carry out all actions for all models that are possible now."""
         models: list[str] = []
 
         async def list_models(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
@@ -127,7 +129,8 @@ class ModelController:
                 await self._isolated_shadows.run(model, partial(self._shadow.tick, model), None)
 
     async def _reject_candidate(self, model: str, reason: str) -> None:
-        """Reject a candidate for which no decision can be computed, so that the next version is tried."""
+        """Reject a candidate because computing a decision about it has failed. Otherwise no later version could be
+        tried."""
 
         async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
             await self._lease.check(tx)
@@ -154,10 +157,10 @@ class ModelController:
         raise AssertionError(f"the plan for model {model} never waits")
 
     async def _step(self, model: str) -> tuple[Action, RunAudit | None, Roles]:
-        """Load the state of a model, compute its next action, and carry it out, in one transaction.
+        """Load the state of a model, choose its next action, and carry it out, all in one transaction.
 
         Returns:
-            The action, the audit that may run during a trial, and the versions that have a role now.
+            The action, an audit that may run now even during a trial or None, and the versions with a role.
         """
         results: list[tuple[Action, RunAudit | None, Roles]] = []
         trial_ahead = False
@@ -217,9 +220,9 @@ class ModelController:
         )
 
     def _probe_timed_out(self, view: ModelView, live_replicas: Sequence[Replica]) -> bool:
-        """Return whether live replicas have had `probe_timeout_s` to load and probe this candidate.
+        """Return whether the live replicas have had `probe_timeout_s` to load and probe the candidate.
 
-        Time without a live replica does not count.
+        Time in which no replica is alive does not count.
         """
         model, candidate = view.model.model, view.model.candidate
         now_s = self._processor.clock.monotonic_s()

@@ -1,5 +1,5 @@
-"""Controller of the rollouts of a model: takes the readings that are due, evaluates the evidence, applies the
-decisions."""
+"""Controller of the rollouts of a model. It computes the metrics of units whose observation time is over, evaluates the
+evidence, and applies decisions."""
 
 from __future__ import annotations
 
@@ -40,43 +40,41 @@ from headrace_schemas import Event, Replica
 from headrace_schemas.values.text import storable
 
 _ROLLOUTS_KEPT_MAX = 50
-"""Number of ended rollouts of a model whose readings and charts are stored."""
+"""Number of ended rollouts of a model whose readings (stored metric values) and charts are not deleted."""
 
 log = get_logger(__name__)
 _AT_ONCE_MAX = 20
-"""Largest number of units that one transaction reads."""
+"""Maximum number of units whose metrics one transaction computes."""
 _READINGS_MAX = 2000
 _SHARE_EVERY_UNITS = 20
-"""Number of units of a candidate and its control that must be read before an adaptive split changes its share again."""
+"""Number of new units after which an adaptive split computes the shares again."""
 _STORE_EVERY_S = 2.0
-"""How often the statistics and the chart of a rollout are stored between decisions."""
+"""Seconds between two updates of a rollout's stored statistics and chart, if no decision is made."""
 _REASON_MAX = 1000
 _POINTS_MAX = 120
-"""Largest number of points of a chart. Beyond it, every second point is removed."""
+"""Maximum number of points of a chart. If there are more, every second point is removed."""
 
 
 @dataclass(slots=True)
 class _RolloutStatistics:
-    """Statistics of one rollout in memory. After a restart they are computed again from the stored metric values of
-    units.
-    """
+    """Statistics of one rollout in memory. After a restart they are computed again from the stored metric values."""
 
     evidence: Evidence
     last: int = 0
-    """Number of the last reading that is included."""
+    """Number of the last stored reading that the statistics include."""
     last_prompt: int = -1
-    """Number of the last prompt of the shadow that is included."""
+    """Number of the last prompt of the shadow that the statistics include."""
     shared_units: int = -_SHARE_EVERY_UNITS
-    """Units that had been read when an adaptive split last changed the share."""
+    """Number of units at which an adaptive split last computed the shares."""
     shown_units: int = -1
     shown_s: float = 0.0
     chart: list[dict[str, object]] = field(default_factory=list)
 
 
 class RolloutController:
-    """Controller of the rollouts of all models.
+    """Controller that decides about the rollouts of all models.
 
-    Call `tick` after every round of the traffic reader, from one task at a time.
+    Call `tick` after each round of the traffic reader, from one task at a time.
     """
 
     def __init__(
@@ -102,7 +100,8 @@ class RolloutController:
         """Models without rows of ended rollouts that must still be deleted."""
 
     async def tick(self, model: str) -> bool:
-        """Take readings for the rollouts of a model, and decide about them. Return whether a decision was made."""
+        """Compute due metrics for the rollouts of a model, and decide about the rollouts. Return whether a decision was
+        made."""
         async with self._processor.database.transaction() as tx:
             rollouts = await rollout_store.rollouts_under_way(tx, model)
         UNDER_WAY.labels(model).set(len(rollouts))
@@ -122,7 +121,8 @@ class RolloutController:
         return decided
 
     async def _examine(self, rollout: RolloutRecord) -> bool:
-        """Take the readings of a rollout that are due and decide about it. Return whether a decision was made."""
+        """Compute the metrics of units that are due in one rollout, and decide about it. Return whether a decision was
+        made."""
         try:
             await self._take_all_readings(rollout)
         except MetricFailed as error:  # a metric may come from another package: it ends its rollout, not the registry
@@ -193,7 +193,7 @@ class RolloutController:
         return decision is not None and await self._apply_decision(rollout, decision)
 
     async def _share_out_traffic(self, model: str) -> bool:
-        """Set the shares of the candidates of an adaptive split. Return whether a share changed."""
+        """Compute and set the shares of the candidates in an adaptive split. Return whether a share has changed."""
         async with self._processor.database.transaction() as tx:
             canaries = [
                 rollout for rollout in await rollout_store.rollouts_under_way(tx, model) if rollout.phase == "canary"
@@ -249,7 +249,7 @@ class RolloutController:
         return bool(published)
 
     async def _write_reports(self, model: str, reports: ReportWriter) -> None:
-        """Write a chart for each rollout whose phase, stage or share has changed, also by an operator."""
+        """Write a chart for each rollout whose phase, stage or share has changed, by a decision or by an operator."""
         async with self._processor.database.transaction() as tx:
             current = {rollout.rollout_id: rollout for rollout in await rollout_store.rollouts_under_way(tx, model)}
             for rollout_id in [name for name in self._reported if name not in current]:
@@ -272,7 +272,8 @@ class RolloutController:
     async def _decision(
         self, rollout: RolloutRecord, statistics: _RolloutStatistics, findings: Findings
     ) -> RolloutDecision | None:
-        """Return the decision of the state machine, unless an operator's pin or the replicas require a hold.
+        """Return the decision of the state machine. If the model is pinned, or all replicas refuse the version, return
+        a hold instead.
 
         A share does not grow while one of the arms has too few values of the success metrics: then missing harm is no
         evidence.
@@ -296,8 +297,8 @@ class RolloutController:
         return None if model.paused or too_little_evidence else decision
 
     async def _apply_decision(self, rollout: RolloutRecord, decision: RolloutDecision) -> bool:
-        """Apply the decision in one transaction, if the rollout is still in the phase and stage that it was made
-        for."""
+        """Apply a decision in one transaction, unless the rollout has left the phase and stage for which it was
+        made."""
         published: list[bool] = []
 
         async def work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
@@ -339,9 +340,8 @@ class RolloutController:
                 return statistics
 
     async def _store_statistics(self, rollout: RolloutRecord, statistics: _RolloutStatistics) -> Findings:
-        """Compute the rollout's statistics from its evidence, store them with a new point of its chart, and return
-        them.
-        """
+        """Compute the rollout's statistics from its evidence, and store them with a new point of its chart. Return the
+        findings."""
         findings = await asyncio.to_thread(statistics.evidence.findings)
         findings = replace(findings, statistics={**findings.statistics, "exposure": rollout.exposure})
         self._gauges.show(rollout, findings)
@@ -375,7 +375,7 @@ class RolloutController:
 
 
 def _intervals(findings: Findings) -> dict[str, list[float]]:
-    """Return for each metric with an interval its difference and the lower and upper end."""
+    """Return the interval of each metric that has one, as a list: difference, lower end, upper end."""
     names = [name.removesuffix(".lower") for name in findings.statistics if name.endswith(".lower")]
     return {name: [findings.statistics[f"{name}.{end}"] for end in ("difference", "lower", "upper")] for name in names}
 
@@ -385,7 +385,7 @@ def _count_units(findings: Findings) -> int:
 
 
 def _read_unit(unit: DueUnit, metrics: Mapping[str, Metric], expected: Expectations) -> UnitReading:
-    """Compute the metric values of a user or session (unit) whose observation time has passed.
+    """Compute the metrics of a unit (a user or a session) whose observation time is over.
 
     Raises:
         MetricFailed: a metric has raised an exception.

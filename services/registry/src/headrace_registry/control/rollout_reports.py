@@ -1,7 +1,6 @@
-"""Reports of rollouts: their state for the REST interface, charts of their steps, and Prometheus gauges.
+"""Reports about rollouts: their state for the REST interface, charts of their steps, and Prometheus gauges.
 
-The charts are files in the data directory, with the statistics behind each decision. A series of a gauge is removed
-when its rollout is over.
+The charts are files in the data directory. The series of a rollout's gauges are removed when the rollout has ended.
 """
 
 from __future__ import annotations
@@ -26,10 +25,11 @@ log = get_logger(__name__)
 
 
 class ReportWriter:
-    """Writer of charts of rollouts as PNG files. Call `write` after each step; a step that has a chart is skipped.
+    """Writer of charts of rollouts as PNG files. Call `write` after each step; if the step already has a chart, nothing
+    is written.
 
-    A chart is drawn from the database, and `headrace rollouts report` can draw it again at any time. Without
-    matplotlib, or on a full disk, only the chart is missing.
+    A chart contains only data of the database, so `headrace rollouts report` can draw it again at any time. If
+    matplotlib is missing or the disk is full, only the chart is not written.
     """
 
     def __init__(self, folder: Path, kept_max: int) -> None:
@@ -38,7 +38,7 @@ class ReportWriter:
         self._without_matplotlib = False
 
     async def write(self, state: RolloutState) -> None:
-        """Draw the chart of the rollout's last step."""
+        """Draw a chart of the rollout after its last step, unless the file exists."""
         path = self._folder / name_of(state)
         if not self._kept_max or self._without_matplotlib or await asyncio.to_thread(path.exists):
             return
@@ -59,7 +59,8 @@ class ReportWriter:
 
 
 def name_of(state: RolloutState) -> str:
-    """Return the file name of the chart of the rollout's last step: time, version, number and kind of the step."""
+    """Return the file name of the chart for the rollout's last step. It consists of time, version, number and kind of
+    the step."""
     steps = [event for event in state.decisions if event.rollout is not None]
     last = steps[-1] if steps else None
     at = last.time if last else state.began_at
@@ -70,12 +71,12 @@ def name_of(state: RolloutState) -> str:
 class RolloutGauges:
     """Prometheus gauges of the rollouts of all models.
 
-    Call `show` after each evaluation, and `remove_ended` with the rollouts that are still under way.
+    Call `show` after each evaluation of a rollout, and `remove_ended` with the rollouts that are still in progress.
     """
 
     def __init__(self) -> None:
         self._series: dict[str, set[tuple[Level, tuple[str, ...]]]] = {}
-        """By rollout."""
+        """Gauges and their labels by rollout id."""
 
     def show(self, rollout: RolloutRecord, findings: Findings) -> None:
         labels = rollout.model, str(rollout.slot)
@@ -88,7 +89,7 @@ class RolloutGauges:
             self._set(rollout, ROLLOUT_HARM, (*labels, guardrail), evidence)
 
     def remove_ended(self, model: str, rollouts: Iterable[RolloutRecord]) -> None:
-        """Remove the series of a model's rollouts that are not in `rollouts`."""
+        """Remove the series of all rollouts of a model except those in `rollouts`."""
         kept_ids = {rollout.rollout_id for rollout in rollouts}
         for rollout_id in [name for name in self._series if name not in kept_ids]:
             if any(labels[0] != model for _, labels in self._series[rollout_id]):
@@ -103,10 +104,11 @@ class RolloutGauges:
 
 
 def evidence_of_harm(rollout: RolloutRecord, findings: Findings) -> dict[str, float]:
-    """Return for each guardrail how much evidence of harm there is, relative to what rolls the candidate back.
+    """Return the evidence of harm for each guardrail, relative to the evidence that rolls the candidate back: 1 means a
+    rollback.
 
-    The value is the log wealth of the guardrail's e-process, divided by the log wealth at which the first reading on
-    live traffic rolls the candidate back. Below 0, the sessions are evidence against harm.
+    The evidence is the log wealth of the guardrail's e-process. It is divided by the log wealth at which the first
+    reading on live traffic rolls the candidate back. A negative value is evidence against harm.
     """
     plan = rollout.plan
     shares = {}
@@ -120,7 +122,8 @@ def evidence_of_harm(rollout: RolloutRecord, findings: Findings) -> dict[str, fl
 def rollout_state(
     rollout: RolloutRecord, decisions: tuple[ModelEvent, ...] = (), *, chart: bool = False
 ) -> RolloutState:
-    """Return the state of a rollout. `decisions` are its steps; `chart` includes the points of the chart."""
+    """Return the state of a rollout for the REST interface. `decisions` are its steps. With `chart` the points of its
+    chart are included."""
     rules: tuple[Guardrail | Success, ...] = (*rollout.plan.guardrails, *rollout.plan.successes)
     metric_names = {*rollout.plan.watched, *(rule.metric for rule in rules)}
     return RolloutState(

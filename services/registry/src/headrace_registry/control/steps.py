@@ -1,4 +1,5 @@
-"""Applies the decisions of the state machine in one transaction each: rollout row, version state and event."""
+"""Applies decisions of the state machine to the database: each in one transaction with the rollout's row, the version's
+state and an event."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from headrace_schemas.values.ids import uuid7
 
 
 def fresh_salt() -> str:
-    """Return a new random salt for a rollout, so that not the same users are first every time."""
+    """Return a new random salt, so that rollouts do not begin with the same users each time."""
     return secrets.token_hex(16)
 
 
@@ -41,14 +42,14 @@ async def begin(
     reason: str,
     statistics: Mapping[str, float],
 ) -> None:
-    """Begin the rollout of a candidate that has passed the gate: store it and its first traffic share.
+    """Begin the rollout of a candidate that has passed the gate: store the rollout with its first traffic share.
 
     Raises:
         NotAllowed: the model's other rollouts do not permit it.
     """
     tx, now = transition.tx, transition.now
     active = await rollout_store.rollouts_under_way(tx, model.model)
-    if active:  # units stay where they are: one salt, one number of slots, one kind of unit
+    if active:  # units must not change arms, so salt, slots and kind of unit are those of the others
         plan = plan.model_copy(update={"unit": active[0].plan.unit, "slots": active[0].slots})
     state = await rollout_store.load_model_state(tx, model)
     decision = state_machine.begin(plan, state, version, now)
@@ -89,7 +90,7 @@ async def begin(
 
 
 async def apply_decision(transition: Transition, rollout: RolloutRecord, decision: RolloutDecision) -> None:
-    """Apply a decision about a rollout, and end the other rollouts that it affects. Raises `NotAllowed`."""
+    """Apply a decision about a rollout, and end other rollouts that it affects. Raises `NotAllowed`."""
     model = await store.load_model(transition.tx, rollout.model)
     assert model is not None
     if rollout.phase == "shadow":
@@ -123,7 +124,7 @@ async def apply_decision(transition: Transition, rollout: RolloutRecord, decisio
 async def set_share(
     transition: Transition, rollout: RolloutRecord, share: Fraction, reason: str, statistics: Mapping[str, float]
 ) -> None:
-    """Set another share within the stage, for an adaptive split."""
+    """Set the share of a candidate in an adaptive split, within the limit of its stage."""
     stored_share = None if share == rollout.stage_share else str(share)
     await transition.tx.execute(
         update(ROLLOUTS).where(ROLLOUTS.c.rollout_id == rollout.rollout_id).values(share=stored_share)
@@ -144,10 +145,10 @@ async def promote(
     *,
     family: int,
 ) -> None:
-    """Make the candidate of a rollout champion. Other rollouts under way end in hold (`apply_outcome`).
+    """Make the candidate of a rollout the champion. Other rollouts in progress end in hold.
 
-    `family` is the number of rollouts against the new champion or its equals so far; it limits the errors of the next
-    one.
+    `family` is the number of rollouts so far against the new champion or versions equal to it. The more there were, the
+    smaller is the allowed error of the next rollout.
     """
     await state_changes.end(transition, rollout, "champion", reason)
     anchor_state = rollout.anchor_state
@@ -161,7 +162,7 @@ async def promote(
 async def roll_back(
     transition: Transition, model: ModelRecord, rollout: RolloutRecord, reason: str, statistics: Mapping[str, float]
 ) -> None:
-    """Withdraw the candidate and its descendants, so that they never serve again."""
+    """Withdraw the candidate of a rollout and its descendants, so that they are never served again."""
     await state_changes.end(transition, rollout, "rolled_back", reason)
     step = _step(rollout, "roll_back", rollout.stage).model_copy(
         update={"excludes": rollout.plan.experiences == "exclude"}
@@ -170,9 +171,8 @@ async def roll_back(
 
 
 def _step(rollout: RolloutRecord, kind: Kind, stage: int) -> RolloutStep:
-    """Return the event content for a step of a rollout: its kind, its stage and the resulting share of the
-    candidate.
-    """
+    """Build the part of an event that describes a step of a rollout: its kind, its stage and the candidate's share
+    after it."""
     final_shares = {"promote": Fraction(1), "hold": Fraction(0), "roll_back": Fraction(0)}
     share = final_shares.get(kind, min(rollout.plan.stages[stage].share, Fraction(1, rollout.slots + 1)))
     return RolloutStep(rollout_id=rollout.rollout_id, kind=kind, stage=stage, share=str(share))

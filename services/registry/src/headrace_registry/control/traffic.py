@@ -1,11 +1,12 @@
-"""Live traffic of rollouts: turns enroll units, and events about their sessions are stored until the units are closed.
+"""Live traffic of rollouts: turns enroll units (sessions or users) in an arm, and events about their sessions are
+stored for metrics.
 
-The topics are read without a consumer group while a rollout is under way. Positions are stored in the database with the
-effect of the records. A round reads every topic up to its end at the start of the round: first `turns`, then
-trajectories, rewards and feedback. A reward is published only after the turns that it is about, so its unit is already
-there. After a complete round, the clock of the rollouts advances by the time between the starts of two rounds, on this
-process's monotonic clock. So ages are durations that were observed. No two clocks are compared, and no unit ages while
-this process is away, or behind, or the bus is away.
+The topics are read without a consumer group while a rollout is in progress. Positions are stored in the database in the
+transaction with the effect of the records. A round reads each topic up to its end at the start of the round: first
+`turns`, then trajectories, rewards and feedback. A reward is published after the turns that it is about, so its unit is
+already enrolled. After a complete round, the clocks of the rollouts advance by the time between the starts of two
+rounds, measured by this process's monotonic clock. So the age of a unit is a duration of observation. Clocks of two
+processes are never compared, and no unit ages while this process is down or behind, or while the bus is unavailable.
 """
 
 from __future__ import annotations
@@ -36,10 +37,11 @@ from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
 
 
 class TurnHandler:
-    """Stream handler that enrolls units in the arms of rollouts, and counts turns by the version that answered.
+    """Stream handler of turns. It enrolls their units in the arms of rollouts, and counts turns by the version that
+    answered.
 
-    A unit belongs to the arm that it was assigned to, whichever version answered. Call `write_counts` after each batch,
-    in its transaction.
+    A unit belongs to the arm that it was assigned to, even if another version answered. Call `write_counts` after each
+    batch, in the batch's transaction.
     """
 
     def __init__(self, lease: LeaderLease, events_max: int, sampler: PromptSampler | None = None) -> None:
@@ -91,9 +93,10 @@ class TurnHandler:
 
 
 class SessionEventHandler:
-    """Stream handler that stores events of sessions in an arm: rewards, feedback and trajectories.
+    """Stream handler of rewards, feedback and trajectories. It stores those of sessions that belong to a unit of a
+    rollout.
 
-    It ignores other sessions.
+    Events of other sessions are ignored.
     """
 
     def __init__(self, lease: LeaderLease, events_max: int) -> None:
@@ -118,13 +121,13 @@ _RECONNECT_S = 0.5
 READ_INTERVAL_S = 0.5
 """Seconds between reads of the topics while a rollout is under way."""
 _STEP_MAX_S = 5.0
-"""Longest time that one round adds to the clocks. A longer round means that the process was stopped or the machine
-slept."""
+"""Maximum seconds that one round adds to the clocks of rollouts. A longer round means that the process was stopped or
+the machine was suspended."""
 
 
 class TrafficReader:
-    """Reader of the topics of live traffic. Set `enabled` to make it read; `following` is set while no record is
-    missed."""
+    """Reader of the topics of live traffic. It reads while the event `enabled` is set. The event `following` is set
+    while no record is missed."""
 
     def __init__(
         self,
@@ -143,7 +146,7 @@ class TrafficReader:
         self.following = asyncio.Event()
 
     async def run(self) -> None:
-        """Read until cancelled. Reconnects after a bus failure. Raises when the processor stops retrying."""
+        """Read until cancelled, and reconnect after a failure of the bus. Raises if the processor stops retrying."""
         while True:
             await self.enabled.wait()
             reader = consumer(self._bus, "headrace-registry-live")
@@ -163,7 +166,8 @@ class TrafficReader:
             await asyncio.sleep(_RECONNECT_S)
 
     async def _connect(self, reader: AIOKafkaConsumer) -> dict[str, list[TopicPartition]]:
-        """Assign all partitions and seek to the stored positions. Records from before the first rollout are skipped."""
+        """Assign all partitions, and seek to the stored positions, or to the end of the topics if no rollout is in
+        progress."""
         try:
             partitions = {topic: await partitions_of(reader, topic) for topic in (Turn.topic, *OUTCOME_TOPICS)}
         except Unavailable as error:
@@ -203,7 +207,7 @@ class TrafficReader:
         self._read()
 
     async def _read_to(self, reader: AIOKafkaConsumer, ends: dict[TopicPartition, int]) -> None:
-        """Process the records before the offsets `ends`; later ones are left for the next round."""
+        """Process the records before the offsets `ends`. Later records are processed in the next round."""
         while True:
             behind = [partition for partition, end in ends.items() if await reader.position(partition) < end]
             if not behind:
@@ -227,4 +231,5 @@ class TrafficReader:
 
 
 class _BusAway(Exception):
-    """Raised while a topic does not exist. Unlike `Unavailable` from the processor, it requires a new connection."""
+    """Raised if a topic does not exist yet. It requires a new connection, in contrast to `Unavailable` from the
+    processor."""

@@ -1,5 +1,5 @@
-"""Removes the files of retired versions that no routing, alias, adapter, lineage or rollout needs.
+"""Deletes the files of retired versions that no routing, alias, adapter, lineage or rollout needs.
 
-Only files that a retired version's manifest lists are removed, and only where no other version lists them. Manifests
-stay, so that a version can always be explained and compared.
+A file is deleted only if a retired version's manifest lists it and no other version's manifest does. Manifests are
+never deleted, so that versions can still be explained and compared.
 """

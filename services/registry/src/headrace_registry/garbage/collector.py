@@ -1,7 +1,7 @@
-"""Garbage collection of versions: each version is first marked in the database, and then its files are deleted.
+"""Garbage collection of versions: a version is first marked as collected in the database, then its files are deleted.
 
-A process that dies in between leaves a marked version with some files, and the next run deletes those. One lock
-excludes registering and removing files at the same time, so a file that was just found in the store is not removed.
+If the process dies in between, the next run deletes the remaining files. A lock prevents versions from being registered
+while files are deleted, because a registration may rely on a file that it has just found in the store.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from headrace_schemas.values.blobs import Manifest
 
 log = get_logger(__name__)
 RETIRED_MAX = 1000
-"""Largest number of retired versions that one run examines, the oldest first."""
+"""Maximum number of retired versions that one run examines, oldest first."""
 
 
 class GarbageCollector:
-    """Collector of the files of retired versions.
+    """Collector that deletes the files of retired versions.
 
-    Only the leader calls `run`. `lock` is held while files are removed.
+    Only the leader may call `run`. The collector holds `lock` while it deletes files.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class GarbageCollector:
 
         Args:
             retired_for_s: seconds that a version must have been retired before its files are removed.
-            bytes_max: largest total size of all versions' files; None: `plan.default_limit` computes it.
+            bytes_max: maximum total size of all versions' files; None for `plan.default_limit`.
         """
         self._blobs = blobs
         self._processor = processor
@@ -72,11 +72,11 @@ class GarbageCollector:
         self.lock = asyncio.Lock()
 
     async def run(self, act: audit.AuditedAction, *, dry_run: bool) -> GarbageReport:
-        """Delete the files of retired versions from the blob store, and report which ones.
+        """Delete the files of retired versions from the blob store. Return a report of the versions and files.
 
         Args:
             act: requester and reason, which the audit log stores for each version whose files are removed.
-            dry_run: whether to report the files only.
+            dry_run: whether to report the files without deleting them.
 
         Raises:
             Refused: the saved state of a lineage cannot be read, so that it is unknown which files it needs.
@@ -94,9 +94,10 @@ class GarbageCollector:
         )
 
     async def keep_limit(self) -> tuple[str, ...]:
-        """Retire and remove versions beyond the storage limit (`plan.versions_over_limit`). Return the removed ones.
+        """If all versions together exceed the storage limit, retire some (`plan.versions_over_limit`) and delete their
+        files. Return the names of these versions.
 
-        Raises the errors of `run`.
+        Raises the same errors as `run`.
         """
         async with self.lock:
             versions = await self._uncollected()
@@ -134,7 +135,7 @@ class GarbageCollector:
             log.info("collected", version=collectable.version, files=collectable.report.files)
 
     async def _uncollected(self) -> list[VersionRecord]:
-        """Return the versions with files in the store."""
+        """Return the versions whose files were not deleted."""
         versions: list[VersionRecord] = []
 
         async def read_versions(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
@@ -146,7 +147,7 @@ class GarbageCollector:
         return versions
 
     async def _needed(self, versions: Sequence[VersionRecord]) -> set[str]:
-        """Return the versions that the registry's own state needs."""
+        """Return the names of the versions that the registry's own state needs, for example by a role or an alias."""
         needed: set[str] = set()
 
         async def read_versions(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
@@ -162,7 +163,7 @@ class GarbageCollector:
         return needed
 
     async def _retire(self, version: str) -> bool:
-        """Retire a version unless it has come into use. Return whether it is retired."""
+        """Retire a version, unless it has come into use in the meantime. Return whether it was retired."""
         outcomes: list[bool] = []
 
         async def retire(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
@@ -195,10 +196,10 @@ class GarbageCollector:
         }
 
     async def _plan(self, chosen: Collection[str] = ()) -> GarbagePlan:
-        """Return the plan of a collection.
+        """Decide which versions a run may delete, and return the plan.
 
         Args:
-            chosen: versions that may be removed however recently they were retired.
+            chosen: versions that may be deleted even if they were retired only recently.
         """
         retired: list[VersionRecord] = []
         kept_versions: list[VersionRecord] = []
@@ -227,7 +228,8 @@ class GarbageCollector:
         )
 
     def _manifests(self, versions: Sequence[VersionRecord]) -> list[Manifest]:
-        """Return the manifests that exist. A version without a manifest was rejected, and has no files."""
+        """Return the manifests of `versions`. Versions without a manifest are left out; they were rejected, and have no
+        files."""
         manifests = []
         for version in versions:
             try:

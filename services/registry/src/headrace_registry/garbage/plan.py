@@ -1,8 +1,8 @@
-"""Decides which versions may be removed: pure functions of manifests, needs, sizes and trainers' states.
+"""Decides which versions may be deleted: pure functions of manifests, needs, sizes and the saved states of trainers.
 
-A trainer continues from its base, the version that it trains, the promoted ones and those that it can go back to. Its
-saved states are read as they were written and never changed. If a state cannot be read, or lacks all of these fields,
-the garbage collection is refused.
+A trainer needs its base, the version that it trains, the promoted versions, and the versions to which it can go back.
+The saved states are only read. If the state of a lineage cannot be read, or lacks all of these fields, garbage
+collection is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headrace_schemas.values.blobs import BlobRef, Manifest
 
 @dataclass(frozen=True, slots=True)
 class CollectableVersion:
-    """A retired version that may be removed, with those of its files that no other version has."""
+    """Retired version whose files may be deleted. `blobs` are those of its files that no other version has."""
 
     version: str
     blobs: tuple[BlobRef, ...]
@@ -37,7 +37,7 @@ class CollectableVersion:
 
 @dataclass(frozen=True, slots=True)
 class GarbagePlan:
-    """Plan of a collection: the versions to remove and the versions to keep."""
+    """Plan of one run: the versions whose files are deleted, and the retired versions whose files stay."""
 
     collectable: tuple[CollectableVersion, ...]
     kept: tuple[KeptVersion, ...]
@@ -49,12 +49,12 @@ def make_plan(
     needs: Mapping[str, Sequence[str]],
     protected: Set[str] = frozenset(),
 ) -> GarbagePlan:
-    """Decide which retired versions may be removed. If an adapter is needed, its base is needed, too.
+    """Decide which retired versions may be deleted. The base of a needed adapter is needed, too.
 
     Args:
         retired: manifests of the retired versions.
         active: manifests of all other versions.
-        needs: reasons why each version is needed.
+        needs: for each needed version, the reasons why it is needed.
         protected: digests of blobs that are never removed, even if a manifest lists them as files of its version.
     """
     retired_by_version = {manifest.version: manifest for manifest in retired}
@@ -81,25 +81,26 @@ def _collectable(version: Manifest, used: Set[str]) -> CollectableVersion:
 
 
 ROLLBACK_TARGETS = 2
-"""Number of former champions of a model that stay, besides versions that are needed."""
+"""Number of former champions of each model that are not deleted, in addition to needed versions."""
 _DECIDED = ("rejected", "skipped", "withdrawn", "held", "promoted")
 _BYTES_MIN, _OF_SIZE = 2 << 30, 5
 
 Blobs = Mapping[str, int]
-"""The files of a version: sizes by digest."""
+"""Size in bytes of each file of a version, by digest."""
 
 
 def default_limit(blobs: Mapping[str, Blobs]) -> int:
-    """Return the storage limit in bytes without a setting: 2 GiB, or five times the largest version if that is more."""
+    """Return the storage limit in bytes if no setting names one: 2 GiB, or five times the largest version if that is
+    more."""
     return max(_BYTES_MIN, _OF_SIZE * max((sum(files.values()) for files in blobs.values()), default=0))
 
 
 def versions_over_limit(
     versions: Sequence[VersionRecord], blobs: Mapping[str, Blobs], needed: Set[str], bytes_max: int
 ) -> tuple[str, ...]:
-    """Choose versions to remove, so that the files of the rest take at most `bytes_max` bytes, as far as possible.
+    """Choose versions to delete, so that the remaining files take at most `bytes_max` bytes if possible.
 
-    Versions that never served are removed first, then former champions, the oldest of each first. Versions that a user
+    Versions that never served are chosen first, then former champions, the oldest of each first. Versions that a user
     has registered or labelled stay, and so do versions that still wait for a decision.
 
     Args:
@@ -129,7 +130,7 @@ def versions_over_limit(
 
 
 def _rollback_targets(versions: Sequence[VersionRecord]) -> set[str]:
-    """Return the last champions of each model, to which the registry may roll back."""
+    """Return the latest former champions of each model, to which the registry may roll back."""
     by_model: dict[str, list[VersionRecord]] = {}
     for version in versions:
         if version.state == "promoted" and not version.retired:
@@ -180,7 +181,7 @@ class _State(_Part):
 
 
 def needed_versions(blobs: BlobStore) -> dict[str, set[str]]:
-    """Return the versions that each lineage needs, according to its saved state. Blocks.
+    """Return, by lineage, the versions that its trainer needs according to its saved state. Blocks.
 
     Raises:
         Refused: 409, the state of a lineage cannot be read.

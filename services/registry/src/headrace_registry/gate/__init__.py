@@ -1,1 +1,2 @@
-"""The gate: plays of versions on held-out tasks, and their verdicts."""
+"""The gate, which tests a candidate on held-out tasks before it serves users: running the gate's program, and the
+statistical test."""

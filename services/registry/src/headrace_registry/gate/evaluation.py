@@ -1,7 +1,7 @@
-"""Runs a trial or an audit with the gate's program: draws tasks and seeds, and limits how many plays run at once.
+"""Runs of trials and audits with the gate's program: they draw tasks and seeds, and limit how many plays run at once.
 
-The filter program `python -m headrace_registry.audits` plays audit tasks without bus and database: it answers each line
-`measure` with a line `measured`. All versions play the same tasks and seeds.
+The filter program `python -m headrace_registry.audits` plays audit tasks without bus and database: for each input line
+`measure` it prints a line `measured`. All versions play the same tasks with the same seeds.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from headrace_schemas.programs import MeasureRequest, MeasureResult, Tasks
 T = TypeVar("T")
 _SEEDS = 2**31
 _SHARE_BESIDE_TRIAL = 16
-"""During a trial, an audit gets 1 / 16 of the concurrent plays."""
+"""Divisor of the concurrency that audits get during a trial: a sixteenth."""
 _AHEAD = 2
-"""Plays that may be requested ahead, as a multiple of `concurrency`, so that a slow task does not delay the others."""
+"""Number of plays that may be requested before earlier ones have ended, as a multiple of `concurrency`, so that a slow
+task does not delay the others."""
 
 
 class PlaySession(Protocol):
-    """Interface of a session with the gate's program, for trials and audits."""
+    """Running gate program that can play tasks, as trials and audits use it."""
 
     @property
     def tasks(self) -> Tasks: ...
@@ -43,16 +44,14 @@ class PlaySession(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Scores of one version on the audit tasks, which are held out. They take part in no decision, so their mean is
-    unbiased.
-    """
+    """Scores of one version on the audit tasks. No decision depends on these tasks, so the mean score is unbiased."""
 
     scores: Mapping[str, float]
-    """Mean score of each task."""
+    """Mean score of the version on each task."""
     score: float
     plays: int
     standard_error: float | None
-    """Standard error of `score`, as if plays were independent, or None for a single play."""
+    """Standard error of `score` under the assumption that plays are independent; None for a single play."""
 
     def statistics(self) -> dict[str, float]:
         numbers = {"score": self.score, "tasks": float(self.plays)}
@@ -60,9 +59,10 @@ class Audit:
 
 
 def draw_tasks(tasks: Tasks, seed: str) -> Iterator[tuple[str, int]]:
-    """Yield an endless sequence of independently drawn gate tasks and seeds. Equal `seed`s give equal sequences.
+    """Yield an endless sequence of gate tasks, drawn independently at random, each with a random seed. An equal `seed`
+    gives an equal sequence.
 
-    The differences of a trial are therefore exchangeable, and each has the mean over all tasks.
+    The score differences of a trial are therefore exchangeable, and their expectation is the mean over all tasks.
     """
     chance = random.Random(seed)
     while True:
@@ -70,10 +70,10 @@ def draw_tasks(tasks: Tasks, seed: str) -> Iterator[tuple[str, int]]:
 
 
 async def run_trial(session: PlaySession, trial: Trial, *, concurrency: int, timeout_s: float) -> TrialResult:
-    """Let all versions of a trial play evaluation tasks until the comparison is decided or the time is over, and return
-    the result.
+    """Run a trial: all its versions play tasks until the comparison is decided or `timeout_s` is over. Return the
+    result.
 
-    All versions play the same tasks, which depend on the candidate and the trial number alone. Scores are added in the
+    All versions play the same tasks, which depend only on the candidate and the trial number. Scores are added in the
     order of the draws, not of the answers. Raises the errors of `session.play`.
     """
     try:
@@ -108,11 +108,10 @@ async def _play_trial(session: PlaySession, trial: Trial, concurrency: int) -> N
 
 
 class AuditLimiter:
-    """Limiter of the number of audit plays that run at once. Use `async with` around each play.
+    """Limit on the number of audit plays that run at once. Use `async with` around each play.
 
-    At most `concurrency` plays run while no trial does. During a trial it is a sixteenth of that, because only trials
-    decide which version serves, and half of it while audits have priority. A play that has begun is finished, so none
-    is lost or counted twice.
+    While no trial runs, it is `concurrency`. During a trial it is a sixteenth of that, because only trials decide which
+    version serves users, or half of it while audits have priority. A play that has begun is always finished.
     """
 
     def __init__(self, concurrency: int) -> None:
@@ -124,7 +123,7 @@ class AuditLimiter:
 
     @contextlib.contextmanager
     def trial(self) -> Iterator[None]:
-        """Context of a trial, during which audits get only a small part of the plays."""
+        """Reduce the limit for audit plays while the context is active, because a trial runs."""
         self._trials += 1
         try:
             yield
@@ -133,9 +132,7 @@ class AuditLimiter:
             self._changed.set()
 
     def prioritize_audits(self, prioritized: bool) -> None:
-        """Set which part of the concurrent plays audits (runs of the held-out audit tasks) get during trials: half if
-        `prioritized`, else a sixteenth.
-        """
+        """Set the limit for audit plays during trials: half of `concurrency` if `prioritized`, else a sixteenth."""
         self._prioritized = prioritized
         self._changed.set()
 
@@ -156,16 +153,17 @@ class AuditLimiter:
 
 
 async def run_audit(session: PlaySession, version: str, *, plays: int, limiter: AuditLimiter) -> Audit:
-    """Let one version play the held-out audit tasks, and return a summary of the scores."""
+    """Let a version play `plays` audit tasks. Return a summary of its scores."""
     return summarize_audit(await play_audit_tasks(session, version, plays, limiter=limiter))
 
 
 async def play_audit_tasks(
     session: PlaySession, version: str, plays: int, *, limiter: AuditLimiter
 ) -> list[tuple[str, float]]:
-    """Play `plays` audit tasks in turn, and return each task with its score.
+    """Let a version play audit tasks, cyclically until there are `plays` plays. Return pairs of task and score.
 
-    Every version gets the same tasks and seeds, so that audits can be compared. Raises the errors of `session.play`.
+    All versions get the same tasks and seeds, so that their audits can be compared. Raises the errors of
+    `session.play`.
     """
     tasks = session.tasks.audit
 
@@ -182,7 +180,7 @@ async def play_audit_tasks(
 
 
 async def _cancel(plays: Iterable[asyncio.Task[T]]) -> None:
-    """Cancel plays that are no longer needed, and wait for their ends."""
+    """Cancel plays whose scores are not needed any more, and wait until they have ended."""
     tasks = list(plays)
     for task in tasks:
         task.cancel()
@@ -190,7 +188,7 @@ async def _cancel(plays: Iterable[asyncio.Task[T]]) -> None:
 
 
 def summarize_audit(scores: list[tuple[str, float]]) -> Audit:
-    """Return the mean of the scores of one or more plays, and its standard error."""
+    """Return mean and standard error of the scores of an audit, and the mean score of each task."""
     by_task: dict[str, list[float]] = defaultdict(list)
     for task, score in scores:
         by_task[task].append(score)
@@ -205,7 +203,8 @@ def summarize_audit(scores: list[tuple[str, float]]) -> Audit:
 
 
 async def play_audits(_common: Common, settings: RegistrySettings) -> None:
-    """Run the filter on standard input and output until the input ends."""
+    """Run the filter program: for each version that is read from standard input, play audit tasks and print the
+    scores."""
     gate = Gate(settings.gate)
     if not gate.configured:
         raise SettingError(

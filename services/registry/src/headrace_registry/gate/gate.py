@@ -1,5 +1,4 @@
-"""Runs the gate's program: a program of the user that plays held-out tasks on request
-(`headrace_schemas.programs`)."""
+"""Runs the gate's program: a program of the user that plays held-out tasks on request (`headrace_schemas.programs`)."""
 
 from __future__ import annotations
 
@@ -24,16 +23,16 @@ from headrace_runtime.process.programs import program_digest, program_environmen
 from headrace_schemas.programs import Play, PlayResult, Tasks
 
 OUTPUT_BYTES_MAX = 67_108_864
-"""Bytes of output beyond which a run counts as failed."""
+"""Maximum bytes of output of one run. A run with more output has failed."""
 
 log = get_logger(__name__)
 T = TypeVar("T")
 _CHUNK = 65_536
 _LINE_BYTES_MAX = 16_777_216
-"""Longest line that the program may print. The first line names every task, so the bound is high."""
+"""Maximum bytes of one line of output. The limit is high because the first line contains the names of all tasks."""
 _ERROR_TAIL = 500
 _SPARE_S = 300.0
-"""Seconds for which a program that was started ahead waits for a trial."""
+"""Seconds for which a program that was started in advance waits for a trial."""
 _SHAPES = {
     Tasks: '{"gate": [names of tasks], "audit": [other names]}',
     PlayResult: '{"version": ..., "task": ..., "seed": ..., "score": 0..1}',
@@ -41,9 +40,10 @@ _SHAPES = {
 
 
 class GateFailed(HeadraceError):
-    """The gate's program returned no score: it ended, printed nothing for too long, or printed an invalid line.
+    """Raised if the gate's program did not return a score: it ended, printed nothing for too long, or printed an
+    invalid line.
 
-    A failure never counts as a score.
+    Such a failure never counts as a score.
     """
 
     def __init__(self, message: str, *, timed_out: bool = False) -> None:
@@ -52,11 +52,11 @@ class GateFailed(HeadraceError):
 
 
 class Gate:
-    """Starter of the gate's program: `gate.command`, or with `gate.ray.workers` a program that runs copies of it on
-    a cluster."""
+    """Starts the gate's program. This is `gate.command`, or with `gate.ray.workers` a program of the registry that runs
+    copies of `gate.command` on a Ray cluster."""
 
     def __init__(self, settings: GateSettings) -> None:
-        """Create the gate. Raises `SettingError` where workers are configured and Ray is not installed."""
+        """Create the gate. Raises `SettingError` if workers are configured but Ray is not installed."""
         if settings.ray.workers and find_spec("ray") is None:
             raise SettingError("registry.gate.ray.workers", settings.ray.workers, "install headrace-registry[ray]")
         self._settings = settings
@@ -69,10 +69,10 @@ class Gate:
         """
 
     def prepare(self) -> None:
-        """Start a copy of the program that waits for the next session with a spare.
+        """Start the program in advance, for the next session that may use a spare.
 
-        On a busy machine an interpreter takes seconds to start, and for so long a published version would wait. Copies
-        on a Ray cluster are not started ahead, because each takes CPUs of the cluster.
+        On a busy machine, an interpreter takes seconds to start, and a published version would wait for it. Copies on a
+        Ray cluster are not started in advance, because each occupies CPUs of the cluster.
         """
         possible = self.configured and not self._settings.ray.workers
         if possible and (self._spare is None or self._spare.ended):
@@ -80,9 +80,9 @@ class Gate:
 
     @contextlib.asynccontextmanager
     async def session(self, *, use_spare: bool = False) -> AsyncIterator[GateSession]:
-        """Context with a running program, once it has named its tasks.
+        """Start the program, and yield a session once the program has sent the names of its tasks.
 
-        At the end the program and its children are killed.
+        When the context ends, the program and its child processes are killed.
 
         Args:
             use_spare: whether the program that `prepare` started is used. If its files have changed since, or it has
@@ -99,9 +99,8 @@ class Gate:
             yield session
 
     async def _take_spare(self, stack: contextlib.AsyncExitStack) -> GateSession | None:
-        """Return a session with the gate program that was started in advance, or None if there is none or its files
-        have changed. The program is killed when `stack` is closed.
-        """
+        """Return a session with the program that was started in advance, or None if there is none or its files have
+        changed. The program is killed when `stack` is closed."""
         spare, self._spare = self._spare, None
         if spare is None:
             return None
@@ -151,7 +150,7 @@ class Gate:
 
 
 class GateSession:
-    """Session with a running program. `play` may be called concurrently; the caller limits how many plays run."""
+    """Session with a running gate program. `play` may be called concurrently; the caller limits the number of plays."""
 
     def __init__(self, process: Process, name: str, settings: GateSettings, sha256: str) -> None:
         assert process.stdin is not None
@@ -174,13 +173,13 @@ class GateSession:
         return self._tasks.result()
 
     async def wait_for_tasks(self) -> None:
-        """Wait until the gate program has sent the list of its tasks. Raises `GateFailed`."""
+        """Wait until the program has sent the names of its tasks. Raises `GateFailed`."""
         await self._wait_for(self._tasks, "its tasks")
 
     async def play(self, version: str, task: str, seed: int) -> float:
-        """Play a task with a version, and return its score.
+        """Let a version play a task, and return its score from 0 to 1.
 
-        Raises `GateFailed`, as do all other plays that are running then.
+        Raises `GateFailed` if the program fails. All other plays in progress then also raise it.
         """
         if self.problem is not None:
             raise self.problem
@@ -197,7 +196,8 @@ class GateSession:
         return await self._wait_for(answer, f"{len(self._waiting)} plays")
 
     async def _wait_for(self, future: asyncio.Future[T], request: str) -> T:
-        """Wait for the future of a request. Any line of the program counts as a sign of life."""
+        """Wait for the result of a request, at most `gate.silence_s` without output. Each line of output restarts this
+        time."""
         loop, silence_s = asyncio.get_running_loop(), self._settings.silence_s
         while not future.done():
             remaining_s = self._last_output_s + silence_s - loop.time()
@@ -209,9 +209,9 @@ class GateSession:
         return future.result()
 
     async def read(self) -> None:
-        """Read the output of the program until it ends.
+        """Read the output of the program until it ends, and pass the scores to the waiting plays.
 
-        An error is passed to every waiting play and never raised here.
+        An error is passed to all waiting plays, and is not raised here.
         """
         errors = asyncio.create_task(_read_tail(self._stderr))
         problem = GateFailed("the run was cancelled")
@@ -274,22 +274,24 @@ class GateSession:
 
 
 class SpareProgram:
-    """A gate program that was started before a trial needs it, to save the time of its start."""
+    """Gate program that was started before a trial needs it, to save the time of its start."""
 
     def __init__(self, start: Callable[[], AbstractAsyncContextManager[GateSession]]) -> None:
         self._ready: asyncio.Future[GateSession | None] = asyncio.get_running_loop().create_future()
         self._claim = asyncio.Event()
         self.ended = False
-        """Whether the program cannot be claimed any more, because it failed or no trial claimed it in `_SPARE_S`."""
+        """Whether the program can no longer be claimed, because it failed, or because no trial claimed it within
+        `_SPARE_S`."""
         self._task = asyncio.create_task(self._hold(start))
 
     async def claim(self) -> GateSession | None:
-        """Take the program for a trial. Return its session once it has listed its tasks, or None if it has ended."""
+        """Reserve the program for a trial. Return its session once it has sent the names of its tasks, or None if it
+        has ended."""
         self._claim.set()
         return None if self.ended else await asyncio.shield(self._ready)
 
     async def release(self) -> None:
-        """Kill the program, also while it starts."""
+        """Kill the program, even if it is still starting."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 

@@ -1,4 +1,4 @@
-"""Runs trials and audits with the gate's program in tasks of their own, and retries those that fail."""
+"""Runs trials and audits of the gate as separate tasks, repeats failed runs, and stores the results."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ log = get_logger(__name__)
 
 
 class GateProgram(Protocol):
-    """Interface of the program that plays evaluation tasks for the gate, the test that a version must pass before it
-    serves users.
-    """
+    """The gate's program: it can be started in advance, and opens sessions that play tasks."""
 
     configured: bool
     sha256: str
@@ -46,7 +44,8 @@ class GateProgram(Protocol):
 
 @dataclass(slots=True)
 class Attempts:
-    """Attempts that each version has begun, and the error of each version that has used up `gate.attempts`."""
+    """Number of runs that were begun for each version, and the error of each version whose runs have failed
+    `gate.attempts` times."""
 
     begun: Counter[str] = field(default_factory=Counter)
     failed: dict[str, str] = field(default_factory=dict)
@@ -58,12 +57,12 @@ class Attempts:
 
 RunKind = type[RunTrial] | type[RunAudit]
 StoreResult = Callable[[AsyncConnection, Transition], Awaitable[None]]
-"""Stores the result of a run in a transaction."""
+"""Function that stores the result of a run in a transaction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The versions of a model that runs may play. A run that plays another version is abandoned."""
+    """Versions of a model that have a role. A run in which a version without a role plays is cancelled."""
 
     champion: str | None
     previous: str | None
@@ -71,7 +70,7 @@ class Roles:
     anchor: str | None
 
     def of(self, kind: RunKind) -> set[str | None]:
-        """Return the versions that may take part in a trial, or in an audit (a run of the held-out audit tasks)."""
+        """Return the versions that may play in runs of one kind: trials, or audits."""
         if kind is RunAudit:
             return {self.champion, self.previous}
         return {self.champion, self.candidate, self.anchor}
@@ -80,18 +79,18 @@ class Roles:
 @dataclass(slots=True)
 class _Run:
     versions: frozenset[str]
-    """The versions that play."""
+    """Versions that play in the run."""
     task: asyncio.Task[None]
     played: bool = False
-    """All plays are done and the result is about to be stored, so the run is not abandoned any more."""
+    """Whether all plays have ended and the result is about to be stored, so that the run is not cancelled any more."""
 
 
 class GateRunner:
-    """Runner of trials of candidates and audits of champions. It stores their results.
+    """Runs trials of candidates and audits of champions, and stores their results.
 
-    Both run at the same time; `AuditLimiter` bounds the task plays of the audit. With a program whose copies run on a
-    Ray cluster one waits for the other, because they need the same CPUs. Progress and failed attempts are in memory
-    only; the error probability that a trial has spent is not given back.
+    A trial and an audit may run at the same time; `AuditLimiter` limits the plays of the audit. If copies of the
+    program run on a Ray cluster, one waits for the other, because both need the same CPUs. Progress and the number of
+    failed runs are stored only in memory. The error probability that a trial has spent stays spent if it is repeated.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class GateRunner:
         self.audits = Attempts()
 
     def reap(self, model: str) -> None:
-        """Remove the runs of a model that have ended. Raises the errors of runs that should end the process."""
+        """Remove the runs of a model that have ended. Raises errors of runs that must end the process."""
         for kind in self._turns:
             run = self._runs.get((model, kind))
             if run is not None and run.task.done():
@@ -126,10 +125,11 @@ class GateRunner:
                 run.task.result()
 
     def follow_roles(self, model: str, roles: Roles) -> None:
-        """Cancel trials and audits in which a version plays that has lost its role (such as champion or candidate), and
-        prioritize the audit of the former champion.
+        """Cancel runs in which a version plays that has lost its role. Give audits priority if the former champion is
+        being audited.
 
-        The next promotion would end that audit, so that no version would be measured where trials follow each other.
+        Without the priority, the next promotion would cancel that audit, so that no version would ever be measured if
+        trials follow each other without a pause.
         """
         for kind in self._turns:
             run = self._runs.get((model, kind))
@@ -145,9 +145,9 @@ class GateRunner:
         self._audit_limiter.prioritize_audits(bool(self._overtaken))
 
     def begin(self, model: str, action: RunTrial | RunAudit) -> None:
-        """Start a trial or an audit, unless the model has a run of this kind.
+        """Start a trial or an audit, unless a run of this kind is in progress for the model.
 
-        Call `reap` before the plan is made, so that a run that has just ended is not started again.
+        Call `reap` before the action is chosen, so that a run that has just ended is not started again.
         """
         kind = type(action)
         if (model, kind) in self._runs:
@@ -167,7 +167,7 @@ class GateRunner:
         self._runs[model, kind] = _Run(frozenset(versions), task)
 
     async def stop(self) -> None:
-        """Cancel all runs. The next leader starts them again."""
+        """Cancel all runs. The next leader starts them again from the beginning."""
         tasks = [run.task for run in self._runs.values()]
         for task in tasks:
             task.cancel()

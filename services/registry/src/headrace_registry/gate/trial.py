@@ -1,4 +1,4 @@
-"""A sequential paired test of the candidate against champion and anchor: a pure function of the scores.
+"""Sequential paired test of a candidate against the champion and the anchor (a pure function of the scores).
 
 For each opponent, two e-processes (`e_process`) test the differences of scores on the same task and seed:
 
@@ -27,12 +27,12 @@ from headrace_statistics.e_process import EProcess
 
 State = Literal["open", "passed", "failed", "undecided"]
 _STAKE_MAX = 0.75
-"""Largest share of the wealth that one task may cost a candidate. Versions of one line mostly have the same score on a
-task. With a half, an equal version takes up to a third more tasks until it passes."""
+"""Largest fraction of the e-process's wealth that one task may cost a candidate. Versions of one lineage have the same
+score on most tasks. With a fraction of 1/2, a version equal to the champion needs up to a third more tasks to pass."""
 
 
 class Comparison:
-    """Tests of the candidate against one opponent: a version, or a score that it must reach."""
+    """Tests of the candidate against one opponent, which is a version or a minimum score."""
 
     def __init__(self, opponent: str | float, margin: float, alpha: float, beta: float) -> None:
         self.opponent = opponent
@@ -44,7 +44,7 @@ class Comparison:
         self.state: State = "open"
 
     def add_scores(self, scores: Mapping[str, float], candidate: str) -> None:
-        """Add the scores of one task by version. A decision that was reached does not change any more."""
+        """Add the scores of one task, by version. A decision that was reached does not change any more."""
         if self.state != "open":
             return
         opponent_score = scores[self.opponent] if isinstance(self.opponent, str) else self.opponent
@@ -59,9 +59,8 @@ class Comparison:
 
 @dataclass(slots=True)
 class SuccessionEvidence:
-    """Evidence that the version `of` is better than the anchor, which is the earlier version that candidates must not
-    fall behind. It is collected over several trials, until it suffices for `of` to become the anchor.
-    """
+    """Evidence, collected over several trials, that the version `of` is better than the anchor, the earlier version
+    that candidates must not fall behind."""
 
     of: str
     anchor: str
@@ -70,11 +69,11 @@ class SuccessionEvidence:
 
     @property
     def won(self) -> bool:
-        """Whether the version `of` was shown to be better than the anchor, so that it becomes the new anchor."""
+        """Whether `of` was shown to be better than the anchor, so that it becomes the new anchor."""
         return self.bets.null_rejected(self.error)
 
     def add_scores(self, scores: Mapping[str, float]) -> None:
-        """Add the scores of one task, if both versions played it."""
+        """Add the scores of one task, by version, if both versions have one."""
         if self.of in scores and self.anchor in scores and not self.won:
             self.bets.update(scores[self.of] - scores[self.anchor])
 
@@ -88,11 +87,11 @@ class SuccessionEvidence:
 
 
 class Trial:
-    """Sequential test of one candidate.
+    """Sequential test of one candidate against its opponents.
 
-    Call `add_scores` for each task in the order of the draws, while `state` is open.
+    Call `add_scores` for each task in the order in which the tasks were drawn, while `state` is `open`.
 
-    The order of the answers must not matter, because quick tasks differ from slow ones.
+    The order in which the plays end must not matter, because quick tasks may differ from slow ones.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class Trial:
         """Create the trial of a candidate.
 
         Args:
-            number: how many versions were compared with this anchor, including this one.
+            number: number of versions that were compared with this anchor, including this one.
             anchor_state: the anchor, and the champion's evidence that it is better.
         """
         self.rule = rule
@@ -131,7 +130,7 @@ class Trial:
 
     @property
     def players(self) -> tuple[str, ...]:
-        """Versions that still have to play: the candidate, and each opponent without a decision."""
+        """Versions that must play the next task: the candidate, and each opponent whose comparison is not decided."""
         open_opponents = [
             comparison.opponent
             for comparison in self.comparisons
@@ -149,7 +148,7 @@ class Trial:
         return "undecided" if self.tasks >= self.rule.tasks_max else "open"
 
     def add_scores(self, scores: Mapping[str, float]) -> None:
-        """Add the scores of one task and seed, each from 0 to 1, by version. All `players` must have one."""
+        """Add the scores of one task and seed, each from 0 to 1, by version. They must contain all `players`."""
         assert self.state == "open"
         self.tasks += 1
         self.plays += len(scores)
@@ -160,7 +159,7 @@ class Trial:
                 evidence.add_scores(scores)
 
     def result(self, stopped_by: str = "gate.tasks_max") -> TrialResult:
-        """Return the outcome of the trial with its statistics.
+        """Return the result of the trial with its statistics.
 
         Args:
             stopped_by: name of the setting that ended a trial without a decision.
@@ -216,9 +215,8 @@ class Trial:
         return numbers
 
     def _new_evidence(self) -> SuccessionEvidence | None:
-        """Return empty evidence for the comparison of the candidate with the anchor (the version besides the champion
-        that candidates must not fall behind; by default the champion).
-        """
+        """Return empty evidence about whether the candidate is better than the anchor; None if the candidate has no
+        anchor other than itself."""
         anchor = self.anchor or self.champion
         if anchor is None or anchor == self.candidate:
             return None
@@ -226,11 +224,11 @@ class Trial:
         return SuccessionEvidence(self.candidate, anchor, error, EProcess(null=0.0, gap=self.rule.anchor_margin))
 
     def _next_anchor_state(self, promoted: bool) -> AnchorState:
-        """Return the anchor for the next trial.
+        """Return the anchor and its evidence for the next trial.
 
-        The anchor is an earlier version that each candidate is compared with besides the champion, so that many small
-        losses cannot add up. A version that was shown to be better than the anchor becomes the new anchor, and the
-        number of versions that were compared with the anchor, on which the allowed error depends, starts again.
+        The anchor is an earlier version that each candidate is compared with in addition to the champion, so that many
+        small losses cannot add up. A version that was shown to be better than the anchor becomes the new anchor. The
+        number of versions that were compared with the anchor, by which the allowed error shrinks, then begins again.
 
         Args:
             promoted: whether this trial has promoted its candidate.

@@ -1,5 +1,5 @@
-"""`python -m headrace_registry.gate_workers SETTINGS`: a gate's program (`headrace_schemas.programs`) that
-distributes plays to workers. SETTINGS are `[registry.gate]` as JSON."""
+"""`python -m headrace_registry.gate_workers SETTINGS`: a program for the gate (`headrace_schemas.programs`) that
+distributes plays among workers. SETTINGS is the section `[registry.gate]` as JSON."""
 
 from __future__ import annotations
 
@@ -16,18 +16,14 @@ from headrace_runtime.errors import Unavailable
 from headrace_schemas.programs import Play, PlayResult
 
 _PLACED_SHARE = 0.8
-"""Share of `silence_s` within which workers must start, so that this program reports the failure before the registry
-kills it."""
+"""Fraction of `silence_s` within which the workers must start, so that this program can report the failure before the
+registry kills it."""
 _LINE_BYTES_MAX = 1_048_576
-"""Longest line of input. A play names one task."""
+"""Maximum bytes of one line of input, which names one task."""
 
 
 async def serve(dealer: PlayDispatcher, lines: AsyncIterable[str | bytes], out: TextIO, start_s: float) -> None:
-    """Answer requests for plays until `lines` end.
-
-    Raises:
-        GateFailed: in an exception group, for the first play without a score.
-    """
+    """Print the score of each play that an input line requests, until the input ends."""
     try:
         async with asyncio.timeout(start_s):
             tasks = await dealer.tasks()

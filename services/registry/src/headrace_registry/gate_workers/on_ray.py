@@ -1,6 +1,5 @@
-"""Distributes plays to workers, which are Ray actors. The cluster places them; each runs the gate's program on its
-machine as the registry would.
-"""
+"""Distribution of plays among workers, which are Ray actors. The Ray cluster chooses their machines. Each worker runs
+the gate's program on its machine in the same way as the registry would."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ _CONNECT_S = 20.0
 
 
 class WorkerLost(HeadraceError):
-    """Raised when a worker has died, perhaps with its machine.
+    """Raised if a worker has died, perhaps with its machine.
 
-    Its program has not failed, so other workers may take over its plays.
+    Its program did not cause this, so other workers can take over its plays.
     """
 
 
 class GateWorker(Protocol):
-    """Interface of a running copy of the gate's program.
+    """Running copy of the gate's program.
 
     Each method may raise `WorkerLost`, and `GateFailed` if the program failed.
     """
@@ -44,9 +43,9 @@ class GateWorker(Protocol):
 
 
 class PlayDispatcher:
-    """Dispatcher that sends each play to the worker with the fewest plays.
+    """Sends each play to the worker with the fewest plays in progress.
 
-    The plays of a lost worker go to the others, because version, task and seed fully describe a play.
+    If a worker is lost, its plays are sent to other workers, because version, task and seed describe a play completely.
     """
 
     def __init__(self, workers: Mapping[str, GateWorker]) -> None:
@@ -54,7 +53,7 @@ class PlayDispatcher:
         self._playing = dict.fromkeys(workers, 0)
 
     async def tasks(self) -> Tasks:
-        """Wait until all workers have started, and return the tasks that they offer, which must be the same.
+        """Wait until all workers have started, and return their tasks, which must be the same for all workers.
 
         Raises:
             GateFailed: the workers offer different tasks, or a program failed.
@@ -64,7 +63,7 @@ class PlayDispatcher:
         return _require_equal_tasks(dict(zip(self._workers, task_lists, strict=True)))
 
     async def play(self, play: Play) -> float:
-        """Return the score of a play. Raises `GateFailed`, also once no worker is left."""
+        """Let a worker play, and return the score. Raises `GateFailed`, also if all workers are lost."""
         while self._workers:
             name = min(self._workers, key=lambda worker_name: self._playing[worker_name])
             self._playing[name] += 1
@@ -87,12 +86,12 @@ def _require_equal_tasks(tasks_by_worker: Mapping[str, Tasks]) -> Tasks:
 
 
 def worker_names(workers: int, concurrency: int) -> Sequence[str]:
-    """Return the names of the workers: at most as many as plays that run at a time."""
+    """Return the names of the workers. There are not more workers than concurrent plays."""
     return [f"worker-{number}" for number in range(min(workers, concurrency))]
 
 
 class ProgramRunner:
-    """Ray actor that runs the gate's program. The program ends with the actor, however that ends."""
+    """Ray actor that runs the gate's program. However the actor ends, its program is killed."""
 
     def __init__(self, settings: GateSettings, folder: str, environment: dict[str, str]) -> None:
         os.environ.update(environment)
@@ -103,18 +102,18 @@ class ProgramRunner:
         self._session: GateSession | None = None
 
     async def tasks(self) -> Tasks:
-        """Start the program and return its tasks. Raises `GateFailed`."""
+        """Start the program, and return the tasks that it offers. Raises `GateFailed`."""
         self._session = await self._open.enter_async_context(self._gate.session())
         return self._session.tasks
 
     async def play(self, play: Play) -> float:
-        """Return the score of a play. Raises `GateFailed`."""
+        """Let the program play, and return the score. Raises `GateFailed`."""
         assert self._session is not None
         return await self._session.play(play.version, play.task, play.seed)
 
 
 class RayGateWorker:
-    """A `dispatcher.GateWorker` that calls a Ray actor."""
+    """Worker of a `PlayDispatcher` that calls a Ray actor."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -140,7 +139,7 @@ async def _answer(reference: Any) -> Any:
 
 
 def connect(address: str) -> None:
-    """Join the Ray cluster. Blocks. Raises `Unavailable`."""
+    """Connect to the Ray cluster. Blocks. Raises `Unavailable` if it does not respond."""
     host, _, port = address.rpartition(":")
     try:
         if host and port.isdecimal():  # Ray itself would try for minutes
@@ -152,7 +151,8 @@ def connect(address: str) -> None:
 
 
 def start(settings: GateSettings) -> dict[str, RayGateWorker]:
-    """Create the workers. Each is placed, and starts its program, when its tasks are first requested."""
+    """Create the workers by name. Ray places a worker, and starts its program, when its tasks are requested for the
+    first time."""
     ray_settings = settings.ray
     program_settings = settings.model_copy(update={"ray": ray_settings.model_copy(update={"workers": 0})})
     environment = {name: os.environ[name] for name in settings.passed_on if name in os.environ}

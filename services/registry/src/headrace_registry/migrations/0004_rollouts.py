@@ -31,7 +31,7 @@ def upgrade() -> None:
 
 
 def _remember_champions() -> None:
-    """Reconstruct the history of champions from the version that each champion replaced."""
+    """Fill the table of former champions, by following the version that each champion replaced."""
     bind = op.get_bind()
     models, versions, champions = (
         sa.table("models", *map(sa.column, ("model", "champion", "previous"))),

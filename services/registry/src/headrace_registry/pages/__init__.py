@@ -1,1 +1,1 @@
-"""REST pages of the registry."""
+"""REST endpoints of the registry."""

@@ -1,4 +1,5 @@
-"""REST pages of all models: register, serve, aliases, tags, notes, retire, garbage collection, audit log."""
+"""REST endpoints of the catalog of versions: register, serve, alias, tag, note, retire, garbage collection and audit
+log."""
 
 from __future__ import annotations
 
@@ -42,9 +43,8 @@ VersionChange = Callable[[AsyncConnection, datetime, Transition, ModelRecord, Ve
 
 
 class CatalogApi:
-    """REST endpoints for the catalog of versions: register, serve, alias, retire, tag and note. Every registry answers
-    reads; only the leader accepts changes.
-    """
+    """REST endpoints of the catalog of versions. Every registry answers read requests; only the leader accepts
+    changes."""
 
     def __init__(
         self,
@@ -85,7 +85,8 @@ class CatalogApi:
         ]
 
     async def register(self, request: Request) -> Response:
-        """Register a version. Answer 201: where it is to be served, replicas load and probe it now."""
+        """Register a version. The response has status 201. If the version is to be served, replicas load and probe it
+        afterwards."""
         body = await http.read_body(request, RegisterRequest)
         self._changes.require_leadership()
         name = request.path_params["name"]
@@ -126,7 +127,8 @@ class CatalogApi:
         return await self._change_version(request, body.version, body.why, work)
 
     async def aliases(self, request: Request) -> Response:
-        """Move aliases. Answer 409 `alias_moved` when one of them is not as expected; then none has moved."""
+        """Move aliases. If one of them does not name the expected version, none is moved, and the response is 409
+        `alias_moved`."""
         body = await http.read_body(request, AliasesRequest)
         name = request.path_params["name"]
 
@@ -169,7 +171,7 @@ class CatalogApi:
             return http.json_response(NoteList(data=await store.notes(tx, version.version)))
 
     async def version(self, request: Request) -> Response:
-        """Return one version by its full name, of whichever model."""
+        """Return the version with this full name, whatever its model."""
         name = request.path_params["version"]
         async with self._database.transaction() as tx:
             record = await store.require_model(tx, name.partition("@")[0])

@@ -1,7 +1,8 @@
-"""Shared parts of all pages: request bodies, parameters, responses, models and versions as JSON, and changes that an
-operator requests.
+"""Helpers that all REST endpoints share: request bodies, parameters, JSON of models and versions, and the execution of
+changes.
 
-A refused change leaves the state as it was. An answered change is durable and published.
+A refused change leaves the state as it was. After a successful response, the change is durable and its events are
+published.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ M = TypeVar("M", bound=Model)
 Page = Callable[[Request], Awaitable[Response]]
 _TROUBLE_LENGTH_MAX = 4096
 Work = Callable[[AsyncConnection, datetime, Transition], Awaitable[str | None]]
-"""Changes the state, or raises `Refused`. Returns the detail that the audit log stores besides the request."""
+"""Function that makes a change in a transaction, or raises `Refused`. It returns a detail for the audit log, or
+None."""
 
 
 def require_key(common: Common, page: Page) -> Page:
-    """Wrap a page so that it requires the internal key, where one is set, for reads and changes."""
+    """Return `page` wrapped so that each request must contain the internal key, if one is set."""
 
     async def guarded(request: Request) -> Response:
         require_internal_key(request, common)
@@ -48,12 +50,12 @@ def require_key(common: Common, page: Page) -> Page:
 
 
 def json_response(value: Model, status: int = 200) -> Response:
-    """Return `value` as JSON, without fields that are None."""
+    """Return a response with `value` as JSON. Fields that are None are left out."""
     return Response(value.model_dump_json(exclude_none=True), status, media_type="application/json")
 
 
 async def read_body(request: Request, model: type[M]) -> M:
-    """Parse the request's body. Raises `Refused` 400 or 413."""
+    """Parse the JSON body of a request to a `model`. Raises `Refused` 400 or 413."""
     content = b""
     async for chunk in request.stream():
         content += chunk
@@ -68,12 +70,12 @@ async def read_body(request: Request, model: type[M]) -> M:
 
 
 def limit_parameter(parameters: Mapping[str, str]) -> int:
-    """Return the query parameter `limit`, the number of entries of a list. Raises `Refused` 400."""
+    """Return the query parameter `limit`, the maximum number of entries of a list. Raises `Refused` 400."""
     return number_parameter(parameters, "limit", 100, _LIST_MAX)
 
 
 def number_parameter(parameters: Mapping[str, str], name: str, default: int, most: int) -> int:
-    """Return a query parameter from 1 to `most`. Raises `Refused` 400."""
+    """Return a numeric query parameter, which must be from 1 to `most`. Raises `Refused` 400."""
     text = parameters.get(name, str(default))
     if not (text.isascii() and text.isdecimal()) or len(text) > 19 or not 1 <= int(text) <= most:
         raise Refused(400, "invalid_request", f"{name} must be a number from 1 to {most}", name)
@@ -86,7 +88,7 @@ async def model_state(
     """Return the state of a model as the REST interface shows it.
 
     Args:
-        replicas: the live replicas; None leaves out the field `trouble`.
+        replicas: the live replicas, from which the field `trouble` is computed; None to leave it out.
     """
     return ModelState(
         id=record.model,
@@ -104,9 +106,10 @@ async def model_state(
 
 
 async def _unserved_reason(tx: AsyncConnection, record: ModelRecord, replicas: Sequence[Replica]) -> str | None:
-    """Return why no replica serves the model, or None if one does.
+    """Return the reason why no replica serves the model, or None if one serves it.
 
-    If the model has no champion, the reason is the delay of the candidate, or the refusal of the newest version.
+    If the model has no champion, it is the progress of the candidate, or the reason why the newest version was
+    rejected.
     """
     if record.champion is not None:
         reason = probe.unserved_reason(record.champion, replicas)
@@ -123,7 +126,7 @@ async def _unserved_reason(tx: AsyncConnection, record: ModelRecord, replicas: S
 
 
 async def version_states(tx: AsyncConnection, versions: Sequence[VersionRecord]) -> tuple[VersionState, ...]:
-    """Return the states of versions with their decisions and tags."""
+    """Return the states of versions for the REST interface, with their decisions and tags."""
     names = [version.version for version in versions]
     decided = await store.decisions(tx, names)
     tags = await store.tags(tx, names)
@@ -152,7 +155,8 @@ def _version(version: VersionRecord, decided: Sequence[ModelEvent], tags: tuple[
 
 
 class RegistryChanges:
-    """Executor of changes that operators request over REST, on the leader. `changed` is called after each change."""
+    """Executes changes that operators request over REST. Only the leader may do this. `changed` is called after each
+    change."""
 
     def __init__(self, processor: Processor, lease: LeaderLease, changed: Callable[[], None]) -> None:
         self._processor = processor
@@ -160,7 +164,7 @@ class RegistryChanges:
         self._changed = changed
 
     async def make(self, name: str, action: audit.AuditedAction, work: Work) -> ModelState:
-        """Carry out the change `work` of the model `name` in one transaction, and return the model's state afterwards.
+        """Execute `work` on the model `name` in one transaction, publish its events, and return the state of the model.
 
         Raises:
             Refused: the change is not allowed, this registry is a standby, or the bus or the database is unavailable.
@@ -200,7 +204,7 @@ class RegistryChanges:
         return model_states[0]
 
     def require_leadership(self) -> None:
-        """Raise `Refused` 503 unless this registry is the leader."""
+        """Check that this registry is the leader. Raises `Refused` 503."""
         if not self._lease.acquired.is_set():
             raise _standby()
 

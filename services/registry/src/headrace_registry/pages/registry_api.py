@@ -1,4 +1,4 @@
-"""REST interface for models: list models and versions; promote, roll back, withdraw, pin and pause."""
+"""REST endpoints of models: list models and versions; promote, roll back, withdraw, pin and pause."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ from headrace_schemas.http.registry_api import (
 
 log = get_logger(__name__)
 Change = Callable[[Transition, ModelRecord, AsyncConnection], Awaitable[None]]
-"""Change of a model inside a transaction. When it raises `Refused`, the transaction stores none of it."""
+"""Function that changes a model in a transaction. If it raises `Refused`, nothing is stored."""
 
 
 class RegistryApi:
-    """REST pages of models and their versions.
+    """REST endpoints of models and their versions.
 
-    Every registry answers reads; only the leader accepts changes. A change returns once it is durable and published.
+    Every registry answers read requests; only the leader accepts changes. A response is sent once the change is durable
+    and published.
     """
 
     def __init__(
@@ -97,7 +98,8 @@ class RegistryApi:
             return http.json_response(VersionList(data=await http.version_states(tx, versions)))
 
     async def promote(self, request: Request) -> Response:
-        """Make a version the next candidate. Answer 202, because the decision about it follows later, as an event."""
+        """Make a version the next candidate. The response has status 202, because the decision about the candidate
+        follows later as an event."""
         body = await http.read_body(request, AuditedPromoteRequest)
 
         async def change(transition: Transition, model: ModelRecord, tx: AsyncConnection) -> None:
@@ -112,11 +114,11 @@ class RegistryApi:
                 raise Refused(
                     409,
                     "withdrawn",
-                    f"{version.version} was withdrawn; promote it with `force` to take that back",
+                    f"{version.version} was withdrawn; promote it with `force` to end the withdrawal",
                     "version",
                 )
             if version.state == "canary" and not body.force:
-                raise Refused(409, "canary", f"{version.version} is under way on live traffic already", "version")
+                raise Refused(409, "canary", f"{version.version} already has a rollout in progress", "version")
             problem = lifecycle.incompatibility(version, await store.load_view(tx, model, "", version))
             if problem:
                 raise Refused(409, "incompatible_version", f"{version.version}: {problem}", "version")
@@ -150,7 +152,8 @@ class RegistryApi:
         return await self._change(request, change, version=body.version, why=body.reason)
 
     async def pin(self, request: Request) -> Response:
-        """Pin the champion or another version. Another version becomes champion once it passed its probe."""
+        """Pin the model to its champion or to another version. The other version becomes champion once it has passed
+        its probe."""
         body = await http.read_body(request, PinRequest)
 
         async def change(transition: Transition, model: ModelRecord, tx: AsyncConnection) -> None:
@@ -174,11 +177,13 @@ class RegistryApi:
         return await self._hold(request, "unpinned", lambda transition, model: transition.unpin(model))
 
     async def pause(self, request: Request) -> Response:
-        """Stop new versions from becoming candidates. Versions that an operator requests are still tried."""
+        """Pause the model: new versions do not become candidates. Versions that an operator requests are still
+        tried."""
         return await self._hold(request, "paused", lambda transition, model: transition.pause(model, True))
 
     async def stop(self, request: Request) -> Response:
-        """Pause the model, and end every rollout under way in hold, so that the champion serves all traffic."""
+        """Pause the model, and end all its rollouts without a promotion or rollback, so that the champion serves all
+        traffic."""
         body = await http.read_body(request, HoldRequest)
 
         async def change(transition: Transition, model: ModelRecord, tx: AsyncConnection) -> None:

@@ -1,4 +1,4 @@
-"""REST pages of rollouts: list, show, begin, stop, promote, roll back."""
+"""REST endpoints of rollouts: list, show, begin, stop, promote, roll back."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Change = Callable[[Transition, ModelRecord, RolloutRecord, str], Awaitable[None]
 
 
 class RolloutApi:
-    """REST pages of rollouts. Every registry answers reads; only the leader accepts changes."""
+    """REST endpoints of rollouts. Every registry answers read requests; only the leader accepts changes."""
 
     def __init__(self, common: Common, settings: RolloutSettings, database: Database, changes: RegistryChanges) -> None:
         self._common = common
@@ -63,7 +63,8 @@ class RolloutApi:
         return await self._answer(request.path_params["rollout"])
 
     async def begin(self, request: Request) -> Response:
-        """Make a version the next candidate at the gate. Answer 202: its rollout begins once it has passed."""
+        """Make a version the next candidate of the gate. The response has status 202, because the rollout begins only
+        after the gate."""
         body = await http.read_body(request, RolloutRequest)
         wish = RequestedRollout(kind=body.kind, share=body.share)
         try:
@@ -136,12 +137,12 @@ async def _stop(transition: Transition, _model: ModelRecord, rollout: RolloutRec
 
 
 async def _promote(transition: Transition, model: ModelRecord, rollout: RolloutRecord, reason: str) -> None:
-    """Make the version champion at once, even if the plan requires more evidence."""
+    """Make the candidate the champion at once, even if the plan requires more evidence."""
     if model.pinned not in (None, rollout.version):
         raise Refused(409, "pinned", f"model {model.model} is pinned to {model.pinned}; unpin it first")
     await steps.promote(transition, model, rollout, reason, rollout.statistics, family=model.family)
 
 
 async def _roll_back(transition: Transition, model: ModelRecord, rollout: RolloutRecord, reason: str) -> None:
-    """Withdraw the version and its descendants."""
+    """Withdraw the candidate and its descendants."""
     await steps.roll_back(transition, model, rollout, reason, rollout.statistics)

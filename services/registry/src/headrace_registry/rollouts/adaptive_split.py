@@ -1,14 +1,14 @@
-"""An adaptive split: candidates that are probably not the best of those under way get less than the share of their
-stage.
+"""Adaptive split of traffic: candidates that are probably not the best of those in progress get less than the share of
+their stage.
 
-Thompson's rule (Biometrika 1933): a candidate's part is the probability, given its sessions, that it is the best one.
-The parts are relative to the leader, which keeps the whole share of its stage, and none falls below `floor`. So a share
-is never larger than the plan allows, and it depends on the past alone.
+Thompson's rule (Biometrika 1933): the part that a candidate gets is the probability, given its sessions so far, that it
+is the best candidate. The parts are divided by that of the leader, which gets the whole share of its stage, and none is
+below `floor`. So a share is never larger than the plan allows, and it depends only on the past.
 
-The control is always as wide as the candidate, in the same block (`headrace_schemas.rules.assignment`). Given that a
-unit is in a candidate or in its control, it is in the candidate with probability 1/2, whatever the share is at that
-moment. So the statistics need no weights, and their errors are those of an even split. `make bench NAME=rollout`
-simulates it.
+The control of a candidate always has the same share as the candidate, in the same block
+(`headrace_schemas.rules.assignment`). A unit that is in a candidate or its control is in the candidate with probability
+1/2, whatever the share is at that time. So the statistics need no weights, and their errors are those of an even split.
+`make bench NAME=rollout` simulates it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from fractions import Fraction
 from statistics import NormalDist
 
 _STEPS = 16
-"""A part is a multiple of 1/16, so that gateways do not get a new routing for a tiny change."""
+"""Parts are multiples of 1/16, so that a tiny change does not cause a new routing for the gateways."""
 _GRID = 400
 _WIDE = 6.0
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Estimated difference of a candidate and its control, larger being better.
+    """Estimated difference between a candidate and its control. A larger value is better for the candidate.
 
-    `standard_error` is None before the first units.
+    `standard_error` is None before the first units of both arms.
     """
 
     mean: float
@@ -37,10 +37,10 @@ class Estimate:
 
 
 def probabilities_of_best(estimates: Mapping[str, Estimate], expected: float) -> dict[str, float]:
-    """Return the probability that each candidate is the best one.
+    """Return for each candidate the probability that it is the best one.
 
     Args:
-        expected: standard deviation of the prior, whose mean is 0: the usual difference between versions.
+        expected: standard deviation of the normal prior with mean 0, which is the usual difference between versions.
     """
     beliefs = {name: _posterior(belief, expected) for name, belief in estimates.items()}
     lowest = min(belief.mean - _WIDE * belief.stdev for belief in beliefs.values())
@@ -59,7 +59,8 @@ def probabilities_of_best(estimates: Mapping[str, Estimate], expected: float) ->
 
 
 def share_parts(probabilities: Mapping[str, float], floor: Fraction) -> dict[str, Fraction]:
-    """Return for each candidate the part of its stage's share that it gets: 1 for the leader, less for the others.
+    """Return for each candidate the part of its stage's share that it gets. The leader, the most probable candidate,
+    gets 1.
 
     The parts are in proportion to the probabilities, and at least `floor`.
     """
@@ -69,7 +70,7 @@ def share_parts(probabilities: Mapping[str, float], floor: Fraction) -> dict[str
 
 
 def _posterior(estimate: Estimate, expected: float) -> NormalDist:
-    """Return the normal posterior of a candidate's difference: prior and estimate, each weighted by its precision.
+    """Return the normal posterior distribution of a candidate's difference, computed from the prior and the estimate.
 
     Args:
         expected: standard deviation of the prior, whose mean is 0.

@@ -1,5 +1,5 @@
-"""Metrics of a session that the registry announces: of its outcome (rewards, success, feedback of its user) and of the
-version's behaviour (tools, loops, refusals, length, time, cost)."""
+"""Metrics of a session that this package provides: its outcome (rewards, success, feedback of users) and the behaviour
+of the version (tools, loops, refusals, length, time, cost)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _DISSATISFIED = re.compile(
 
 @of_source(higher_is_better=True)
 def reward(session: SessionRecord, source: str) -> float | None:
-    """Return the mean of the current rewards of a source; with an empty source, the mean of all sources' means."""
+    """Return the mean of the valid rewards of a source. With an empty source, return the mean of the means of all
+    sources."""
     by_source: dict[str, list[float]] = {}
     for item in session.standing_rewards:
         if item.value is not None and source in ("", item.source):
@@ -43,24 +44,26 @@ def success(session: SessionRecord, source: str) -> float | None:
 
 @of_source(higher_is_better=False)
 def missing(session: SessionRecord, source: str) -> float | None:
-    """Return 1 if no reward of the source has a value: none came, or it abstained, failed or timed out. Never abstains.
+    """Return 1 if the session has no reward value of the source (none arrived, or it abstained, failed or timed out),
+    else 0.
 
-    This metric is a guardrail of its own. Sessions without a reward are left out of the reward's comparison, so a
-    version that loses the rewards of its bad sessions would look better than it is.
+    This metric has a value for each session. It is a guardrail of its own: sessions without a reward are left out of
+    the comparison of rewards, so a version that loses the rewards of its bad sessions would otherwise look better than
+    it is.
     """
     return float(reward.compute(session, source) is None)
 
 
 @of_source(higher_is_better=False)
 def timed_out(session: SessionRecord, source: str) -> float | None:
-    """Return 1 if a current reward of the source timed out, else 0. Never abstains."""
+    """Return 1 if a valid reward of the source timed out, else 0. This metric has a value for each session."""
     rewards = session.standing_rewards
     return float(any(item.outcome == "timed_out" and source in ("", item.source) for item in rewards))
 
 
 @of_source(higher_is_better=True)
 def satisfaction(session: SessionRecord, source: str) -> float | None:
-    """Return the mean of the current feedback of users, from the source `feedback` unless another one is given."""
+    """Return the mean of the valid feedback values of users, by default from the source `feedback`."""
     values = [item.value for item in session.standing_feedback if item.metric_source == (source or "feedback")]
     given_values = [value for value in values if value is not None]
     return fmean(given_values) if given_values else None
@@ -68,9 +71,9 @@ def satisfaction(session: SessionRecord, source: str) -> float | None:
 
 @metric(higher_is_better=False)
 def dissatisfied_follow_ups(session: SessionRecord) -> float | None:
-    """Return the share of the user's follow-up messages that complain, recognised by a list of English phrases.
+    """Return the fraction of the user's follow-up messages that complain, recognized by a list of English phrases.
 
-    Abstains without a follow-up.
+    Returns None for a session without a follow-up message.
     """
     dialogue = session.dialogue
     first_answer = next((index for index, message in enumerate(dialogue) if message.role == "assistant"), len(dialogue))
@@ -92,9 +95,9 @@ _REFUSAL = re.compile(
 
 @metric(higher_is_better=False)
 def tool_errors(session: SessionRecord) -> float | None:
-    """Return the share of tool calls that failed: with arguments that are not JSON, or a result that reports an error.
+    """Return the fraction of tool calls that failed: their arguments are not JSON, or their result reports an error.
 
-    Abstains when no tool was called.
+    Returns None for a session without tool calls.
     """
     calls = [call for answer in session.answers for call in answer.tool_calls or ()]
     if not calls:
@@ -106,7 +109,8 @@ def tool_errors(session: SessionRecord) -> float | None:
 
 @metric(higher_is_better=False)
 def loops(session: SessionRecord) -> float | None:
-    """Return 1 if the model repeated the same message or the same call three times or more in the session, else 0."""
+    """Return 1 if the model repeated the same message or the same tool call three times or more in the session, else
+    0."""
     if not session.answers:
         return None
     repetitions = Counter(
@@ -119,7 +123,7 @@ def loops(session: SessionRecord) -> float | None:
 
 @metric(higher_is_better=False)
 def refusals(session: SessionRecord) -> float | None:
-    """Return the share of answers that refuse, recognised by a list of English phrases."""
+    """Return the fraction of answers that refuse a request, recognized by a list of English phrases."""
     texts = [message.text for message in session.answers if not message.tool_calls]
     return fmean(bool(_REFUSAL.search(text)) for text in texts) if texts else None
 
@@ -132,13 +136,13 @@ def length(session: SessionRecord) -> float | None:
 
 @metric(higher_is_better=False, bounds=(0.0, _LATENCY_MAX_S))
 def latency(session: SessionRecord) -> float | None:
-    """Return the mean time in seconds from a request to the end of its answer, over the turns."""
+    """Return the mean time in seconds between a request and the end of its answer, over the turns of the session."""
     return fmean((turn.time - turn.started_at).total_seconds() for turn in session.turns) if session.turns else None
 
 
 @metric(higher_is_better=False, bounds=(0.0, _SESSION_TOKENS_MAX))
 def cost(session: SessionRecord) -> float | None:
-    """Return the number of prompt and sampled tokens of the session. Prices of tokens need a metric of your own."""
+    """Return the number of prompt and sampled tokens of the session. Prices of tokens are not considered."""
     if not session.turns:
         return None
     return float(sum(turn.usage.prompt_tokens + turn.usage.completion_tokens for turn in session.turns))

@@ -1,4 +1,4 @@
-"""Estimates how much more, or less, users would like the candidate, from answers that no user saw.
+"""Estimates how much more or less users would like the candidate than the champion, from answers that no user has seen.
 
 For prompt i: c and d are the judges' scores of the candidate's and of the champion's new answer. For the user's own
 session, which the champion served: l is the judges' score, y the user's feedback, and w the weight of its answer
@@ -54,21 +54,23 @@ from headrace_statistics import intervals
 
 _LOG_MAX = 50.0
 MEAN_LOW, MEAN_HIGH = 0.5, 2.0
-"""Bounds of the mean weight. It scatters around 1 by about 1/√n_eff: less than a fifth where n_eff suffices."""
+"""Accepted range of the mean weight. The mean scatters around 1 by about 1/√n_eff, which is less than a fifth if n_eff
+suffices."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """Statistics of importance weights: how well recorded answers of one version can stand for another version."""
+    """Statistics of importance weights, which show how well recorded answers of one version can represent another
+    version."""
 
     answers: int
     effective: float
-    """Effective number of answers, n_eff."""
+    """Effective sample size of the answers, n_eff."""
     mean: float
-    """Mean of the weights."""
+    """Mean of the importance weights."""
 
     def refusal(self, effective_min: float, share_min: float) -> str | None:
-        """Return why the answers cannot stand for the version, or None if they can."""
+        """Return the reason why the answers cannot represent the version, or None if they can."""
         if self.answers == 0:
             return "no overlap: no answer has a weight"
         if not MEAN_LOW <= self.mean <= MEAN_HIGH:
@@ -82,14 +84,14 @@ def weight(log_weight: float) -> float:
     """Return the importance weight of one answer.
 
     Args:
-        log_weight: sum of the differences of its tokens' logprobs under both versions.
+        log_weight: sum over its tokens of the logprob under the candidate minus the logprob under the logged version.
     """
     return math.exp(min(log_weight, _LOG_MAX))
 
 
 def overlap(log_weights: Sequence[float]) -> Overlap:
-    """Compute how well recorded answers represent a candidate: their number, the effective sample size and the mean
-    importance weight.
+    """Compute the importance weight statistics of recorded answers: their number, their effective sample size and the
+    mean weight.
 
     Args:
         log_weights: log importance weight of each answer, candidate against the version that sampled it.
@@ -117,9 +119,9 @@ class Line:
 
 
 def fit(pairs: Sequence[tuple[float, float]]) -> Line:
-    """Fit a line that predicts feedback from a judgement, by least squares.
+    """Fit a line that predicts users' feedback from the judges' score, by least squares.
 
-    Without pairs, it predicts 1/2; if all judgements are equal, the mean.
+    Without pairs, the line predicts 1/2. If all scores are equal, it predicts the mean feedback.
     """
     if not pairs:
         return Line(0.5, 0.0, 0.5)
@@ -131,15 +133,15 @@ def fit(pairs: Sequence[tuple[float, float]]) -> Line:
 
 
 def fold(number: int) -> int:
-    """Return the fold of the prompt with this number, for cross-fitting."""
+    """Return the index of the cross-fitting fold to which the prompt with this number belongs."""
     return number % FOLDS
 
 
 def fit_lines(sessions: Sequence[tuple[int, float, float]]) -> tuple[Line, ...]:
-    """Return the line of each fold, fitted to the other folds.
+    """Return, for each fold, the line that was fitted to the sessions of the other folds.
 
     Args:
-        sessions: Number of the prompt, judgement and feedback of each session.
+        sessions: number of the prompt, judges' score and feedback of each session.
     """
     return tuple(
         fit([(judged, feedback) for number, judged, feedback in sessions if fold(number) != held_out])
@@ -165,19 +167,21 @@ _LEVEL = 0.975
 
 @dataclass(frozen=True, slots=True)
 class ShadowPair:
-    """Scores of both new answers to one prompt, and of the user's own session. All scores are from 0 to 1."""
+    """Judges' scores of both new answers to one prompt, and score and feedback of the user's own session. All are from
+    0 to 1."""
 
     number: int
     candidate: float
-    """c. All scores are in 0..1."""
+    """Judges' score of the candidate's answer (c)."""
     champion: float
-    """d."""
+    """Judges' score of the champion's answer (d)."""
     judged: float | None = None
-    """l, or None if the user's session was not judged or continued after its first answer."""
+    """Judges' score of the user's session (l), or None if it was not judged or continued after its first answer."""
     user_value: float | None = None
-    """y."""
+    """Feedback of the user (y), or None."""
     log_weight: float | None = None
-    """Log of w, or None if it is unknown, for example of an answer that was sampled greedily."""
+    """Logarithm of the importance weight (w), or None if it is not known, for example if the answer was sampled
+    greedily."""
 
     @property
     def spoke(self) -> bool:
@@ -186,14 +190,14 @@ class ShadowPair:
 
 @dataclass(frozen=True, slots=True)
 class ShadowEstimate:
-    """Estimated difference in users' feedback, candidate minus champion, with its 95 % interval, or why there is
-    none."""
+    """Estimated difference of users' feedback, candidate minus champion, with its 95 % interval, or the reason why
+    there is no estimate."""
 
     pairs: int
     spoke: int
     overlap: Overlap
     judged: float | None = None
-    """Mean of c - d: the judges' difference, uncorrected."""
+    """Mean of c - d: the difference of the judges' scores without the correction."""
     difference: float | None = None
     lower: float | None = None
     upper: float | None = None
@@ -201,7 +205,8 @@ class ShadowEstimate:
 
 
 def estimate(pairs: Sequence[ShadowPair], requirements: EstimateRequirements) -> ShadowEstimate:
-    """Return the doubly robust estimate, or the reason why `requirements` allow none."""
+    """Compute the doubly robust estimate. If the data do not fulfil `requirements`, the result contains the reason
+    instead."""
     observed = [pair for pair in pairs if pair.spoke]
     weights_overlap = overlap([pair.log_weight for pair in observed if pair.log_weight is not None])
     judged = math.fsum(pair.candidate - pair.champion for pair in pairs) / len(pairs) if pairs else None

@@ -1,7 +1,8 @@
-"""Evidence from the units of one rollout: e-processes for harm, for non-inferiority and for success.
+"""Evidence from the units (users or sessions) of one rollout: sequential tests (e-processes) for harm, non-inferiority
+and success.
 
-Readings are added one by one in their order. Once an e-process has rejected its null hypothesis, the rejection stays.
-The error bound holds over all time, so a decision does not depend on when the evidence was read.
+Metric values of units are added one by one in a fixed order. Once a test has rejected its null hypothesis, the
+rejection is final. The error bound holds for all times together, so decisions may be made at any time.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from headrace_statistics.e_process import Contrast, EProcess, MixtureEProcess, S
 from headrace_statistics.intervals import ConfidenceSequence, Interval
 
 ARMS = "arms of one size"
-"""Name of the requirement, besides the plan's guardrails, that both arms have the same size."""
+"""Name of the requirement that both arms have the same size. It is checked in addition to the plan's guardrails."""
 SILENT_UNITS = 30
-"""Units of each arm after which a metric that abstained for all of them is left out: agents without tools make no tool
-errors. A metric with a value for one unit in ten is left out wrongly once in 500 rollouts."""
+"""Number of units of each arm after which a metric without any value is ignored; for example, agents without tools have
+no tool errors. A metric that has a value for one unit in ten is ignored wrongly in one of 500 rollouts."""
 
 
 class Wealth(Protocol):
-    """Interface of an e-process, or of a mixture of them: the wealth of bets against a null hypothesis."""
+    """An e-process or a mixture of e-processes: the wealth of bets against a null hypothesis."""
 
     @property
     def log_wealth(self) -> float: ...
@@ -37,10 +38,10 @@ class Wealth(Protocol):
 
 @dataclass(slots=True)
 class SequentialTest:
-    """Sequential test whether the mean of a metric's contrasts exceeds a bound: an e-process with its error
+    """Sequential test of whether the mean of a metric's contrasts exceeds a bound. It is an e-process with an error
     probability.
 
-    With `sign` -1 the contrasts are negated, so the test looks for a mean on the other side.
+    With `sign` -1 the contrasts are negated, so that a mean below a bound is detected.
     """
 
     wealth: Wealth
@@ -49,16 +50,16 @@ class SequentialTest:
     null_rejected: bool = False
 
     def update(self, contrast: float) -> None:
-        """Add a contrast, and note whether the null hypothesis is rejected now. A rejection stays."""
+        """Add a contrast, and test whether the null hypothesis is rejected now. A rejection is final."""
         self.wealth.update(self.sign * contrast)
         self.null_rejected = self.null_rejected or self.wealth.null_rejected(self.error)
 
 
 class MetricMonitor:
-    """Contrasts of one metric at one reading age, and the sequential tests on them.
+    """Contrasts of one metric at one age of the units, and the sequential tests on them.
 
-    In the shadow, a contrast is the difference of two answers to one prompt. Otherwise it is half the difference of the
-    arms, so margins are halved too.
+    In the shadow, a contrast is the difference between two answers to one prompt. On live traffic it is half the
+    difference between the arms, so margins are halved, too.
     """
 
     def __init__(self, metric: Metric, age: ReadingAge, alpha: float) -> None:
@@ -106,9 +107,9 @@ class MetricMonitor:
             test.update(contrast)
 
     def difference(self) -> Interval:
-        """Return the interval for candidate minus champion, in the metric's own unit.
+        """Return the confidence interval for candidate minus champion, in the unit of the metric.
 
-        It is valid at all times together.
+        It is valid at all times simultaneously.
         """
         interval = self._sequence.interval()
         ends = [(2.0 * end - 1.0) * self._unit for end in (interval.lower, interval.upper)]
@@ -128,31 +129,32 @@ class MetricMonitor:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """Findings from a rollout's evidence, by which the rules of `state_machine` decide."""
+    """Summary of a rollout's evidence, from which `state_machine` decides."""
 
     harmed: tuple[str, ...] = ()
-    """Guardrails with harm, each with the age at which it was found."""
+    """Guardrails for which harm was detected, each with the age of the units at which it was detected."""
     open_guardrails: tuple[str, ...] = ()
-    """Guardrails not yet shown to lose less than their margin, and `ARMS`."""
+    """Guardrails for which a loss of their margin is not excluded yet. They include `ARMS` if the sizes of the arms are
+    not shown to be equal."""
     successes: tuple[str, ...] = ()
-    """Success metrics with the claim that was shown for each."""
+    """Success metrics that were shown to be not inferior or improved, each with this result."""
     improved: bool = False
-    """Whether one of the successes is an improvement."""
+    """Whether a success metric was shown to be improved."""
     sample_ratio_broken: bool = False
     shadow_units: int = 0
     candidates: int = 0
-    """Mature units of the candidate's arm."""
+    """Number of units of the candidate's arm that have reached the age of maturity."""
     controls: int = 0
     statistics: Mapping[str, float] = field(default_factory=dict)
     too_risky: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    """Stages that the candidate may not enter yet, each with the guardrails for which a large loss is not ruled out."""
+    """For each stage that the candidate must not enter yet, the guardrails for which a large loss is not excluded."""
 
 
 class Evidence:
-    """Evidence about one candidate compared with its control.
+    """Evidence about one candidate in comparison with its control.
 
-    `number` counts the candidates that were compared with the same champion or its equals (the family), from 1. A later
-    candidate gets a smaller part of the allowed error.
+    `number` counts the candidates that were compared with the same champion or its equals, beginning with 1. The larger
+    it is, the smaller is the allowed error.
     """
 
     def __init__(self, plan: RolloutPlan, number: int = 1) -> None:
@@ -196,17 +198,17 @@ class Evidence:
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
-        """Metrics that a reading must contain, by name."""
+        """Metrics by name whose values a unit must have, as far as they do not abstain."""
         return {name: monitor.metric for (name, _), monitor in self._monitors.items()}
 
     def monitor(self, metric: str, age: ReadingAge) -> MetricMonitor:
         return self._monitors[metric, age]
 
     def add_reading(self, age: ReadingAge, reading: UnitReading) -> None:
-        """Add the metric values of one unit (a user or a session) at an age to the sequential tests.
+        """Add the metric values of one unit at one age to the sequential tests.
 
         Raises:
-            ValueError: the unit did not arrive after that of the reading before.
+            ValueError: the unit arrived before the unit that was added last.
         """
         previous = self._last.get(age)
         if previous is not None and reading.unit.order_key <= previous.unit.order_key:
@@ -226,17 +228,17 @@ class Evidence:
                 monitor.add_value(reading.values[name], candidate=reading.unit.candidate, expected=expected)
 
     def add_shadow_pair(self, candidate: Mapping[str, float], champion: Mapping[str, float]) -> None:
-        """Add the metrics of both answers to one prompt."""
+        """Add the metrics of the candidate's and the champion's answer to one prompt of the shadow."""
         self._shadow_units += 1
         for (name, monitor_age), monitor in self._monitors.items():
             if monitor_age == "shadow" and name in candidate and name in champion:
                 monitor.add_pair(candidate[name], champion[name])
 
     def findings(self, *, numbers: bool = True) -> Findings:
-        """Evaluate the evidence.
+        """Summarize the evidence.
 
         Args:
-            numbers: whether to include the statistics, which take some time to compute.
+            numbers: whether to include the statistics, whose computation takes some time.
         """
         successes = [success for success, test in self._successes if test.null_rejected]
         return Findings(
@@ -257,31 +259,30 @@ class Evidence:
 
     @property
     def measured(self) -> int:
-        """Number of users or sessions (units) for which a success metric has a value, in the smaller of both arms."""
+        """Number of units for which a success metric has a value, in the smaller one of both arms."""
         successes = {success.metric for success, _ in self._successes}
         return max(min(monitor.units_with_value) for (name, _), monitor in self._monitors.items() if name in successes)
 
     @property
     def units(self) -> int:
-        """Number of users or sessions (units) in both arms whose final metric values were computed."""
+        """Number of units in both arms whose last metric values were computed."""
         return self._ratio.candidates + self._ratio.controls
 
     def estimate(self) -> Estimate:
-        """Return the estimated advantage of the candidate in the first success metric, with its standard error. 1 is
-        the whole range of the metric; larger is better.
-        """
+        """Return the estimated advantage of the candidate in the first success metric, with its standard error, as a
+        fraction of the metric's range. A larger value is better."""
         success, _ = self._successes[0]
         monitor = self._monitors[success.metric, "maturity"]
         error = monitor.contrasts.standard_error
         return Estimate(2.0 * monitor.contrasts.mean, None if error is None else 2.0 * error)
 
     def statistics(self) -> dict[str, float]:
-        """Return the numbers that explain a decision about the rollout, by name: error limits, counts of units, and the
-        state of the tests of each metric.
+        """Return the numbers that explain a decision about the rollout, by name: error limits, numbers of units, and
+        the state of the tests of each metric.
 
-        A metric is computed for each unit (user or session) at one or two ages. Once a test has shown harm, the first
-        age is reported, else the last one, on which promotions depend. `METRIC.harm_log_wealth` is the evidence for
-        harm by a guardrail's metric: harm counts as shown at -ln of the test's allowed error.
+        A metric is computed for each unit at one or two ages. If harm was detected, the numbers are those of the age at
+        which it was detected first, else those of the last age, on which promotions depend. `METRIC.harm_log_wealth` is
+        the evidence for harm. Harm is detected when it reaches -ln of the test's allowed error.
         """
         numbers = {
             "alpha": self.alpha,
@@ -307,8 +308,8 @@ class Evidence:
         return numbers
 
     def _entry_tests(self, share: Fraction) -> list[tuple[str, SequentialTest]]:
-        """Return the tests that must succeed before the candidate gets a traffic share, at the first reading on live
-        traffic."""
+        """Return the tests that must have rejected a large loss before the candidate gets the traffic share `share`.
+        They use the values at the age of maturity."""
         loss = self.plan.loss_to_rule_out(min(share, Fraction(1, self.plan.slots + 1)))
         if loss is None:
             return []
@@ -323,13 +324,12 @@ class Evidence:
         ]
 
     def _unproven_for_stage(self, stage_index: int) -> tuple[str, ...]:
-        """Return the guardrails for which a large loss is not ruled out yet, as entering the stage requires."""
+        """Return the guardrails for which the large loss that the stage would risk is not excluded yet."""
         return self._unproven(self._entries[stage_index], "maturity")
 
     def _unproven(self, tests: Iterable[tuple[str, SequentialTest]], age: ReadingAge) -> tuple[str, ...]:
-        """Return the metrics whose sequential test has not rejected its null hypothesis yet. Metrics for which no value
-        ever arrived are left out.
-        """
+        """Return the metrics whose test has not rejected its null hypothesis. Metrics without any value after enough
+        units are ignored."""
         enough = min(self._read[age]) >= SILENT_UNITS
         silent = {name for name, _ in tests if enough and self._monitors[name, age].contrasts.count == 0}
         return tuple(name for name, test in tests if not test.null_rejected and name not in silent)

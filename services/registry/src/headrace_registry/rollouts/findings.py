@@ -1,13 +1,13 @@
-"""Findings of a shadow, as they are stored with its rollout, and the expected metrics of a session of the canary.
+"""Findings of a shadow, which are stored with its rollout, and expected metric values of the canary's sessions.
 
-The shadow has answered prompts of the traffic with both versions. Their metrics are stored by kind of prompt: the agent
-(its system prompt and tools), the task, the opening. A session of the canary is expected to be like others of its kind:
-the mean of the kind, shrunk towards that of the kind above it, as if that had been observed `STRENGTH` times (Efron &
-Morris, "Stein's paradox in statistics", 1977). Only the session's first turn is used, which exists before any version
-has answered.
+In the shadow both versions have answered prompts of the traffic. Their metric values are stored by kind of prompt: the
+agent (its system prompt and tools), the task, and the opening. A session of the canary is expected to have the mean
+value of its kind, shrunk towards the mean of the more general kind, as if that had been observed `STRENGTH` times
+(Efron & Morris, "Stein's paradox in statistics", 1977). The kind is determined from the session's first prompt, which
+exists before a version has answered.
 
-`headrace_statistics.e_process` subtracts the expected part from each unit's value. It does not depend on the
-expectation being right: a wrong one costs sessions, and changes no error rate.
+`headrace_statistics.e_process` subtracts the expected value from the value of each unit. The tests stay valid if the
+expectation is wrong: it then only costs more sessions.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from headrace_schemas.values.base import Finite, Model, Text
 STRENGTH = 2.0
 _ALL = ""
 _KINDS_MAX = 4096
-"""Number of kinds with values of their own, the first ones seen. Later kinds have the mean of the kind above them."""
+"""Maximum number of kinds with values of their own. For kinds that are seen later, the values of the more general kind
+are used."""
 
 
 def prompt_kinds(turn: Turn) -> tuple[str, ...]:
-    """Return the kinds of prompt that a session's first turn belongs to, from the general to the special."""
+    """Return the kinds of prompt to which the first turn of a session belongs, from the most general to the most
+    special."""
     users = next((index for index, item in enumerate(turn.messages) if item.role == "user"), len(turn.messages))
     agent = hashlib.sha256()
     for message in turn.messages[:users]:
@@ -49,15 +51,15 @@ def prompt_kinds(turn: Turn) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class Expectations:
-    """Observed metric values by kind of prompt, from which the values of further sessions are predicted.
+    """Observed metric values by kind of prompt, from which the values of other sessions are predicted.
 
-    `table` has for each metric and kind the number of values and their sum.
+    `table` contains, for each metric and kind, the number of values and their sum.
     """
 
     table: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
 
     def update(self, kinds: Sequence[str], values: Mapping[str, float]) -> None:
-        """Add the metric values of one session with these kinds of prompt, whichever version answered."""
+        """Add the metric values of a session whose prompt belongs to `kinds`, whichever version answered it."""
         for metric, value in values.items():
             by_kind = self.table.setdefault(metric, {})
             for kind in (_ALL, *kinds):
@@ -66,7 +68,7 @@ class Expectations:
                     by_kind[kind] = (count + 1.0, total + value)
 
     def of(self, kinds: Sequence[str]) -> dict[str, float]:
-        """Return the predicted value of each metric for a session with these kinds of prompt."""
+        """Return the predicted value of each metric for a session whose prompt belongs to `kinds`."""
         return {metric: self._expected(by_kind, kinds) for metric, by_kind in self.table.items()}
 
     @staticmethod
@@ -80,7 +82,7 @@ class Expectations:
 
 
 def expectations(sessions: Iterable[tuple[Sequence[str], Mapping[str, float]]]) -> Expectations:
-    """Compute the expected value of each metric for each kind of prompt, from recorded sessions.
+    """Collect the metric values of recorded sessions by kind of prompt.
 
     Args:
         sessions: for each session its kinds of prompt and its metric values.
@@ -92,11 +94,12 @@ def expectations(sessions: Iterable[tuple[Sequence[str], Mapping[str, float]]]) 
 
 
 class ShadowFindings(Model):
-    """Findings of a shadow, stored as JSON. Empty without a shadow and while it is under way."""
+    """Findings of a shadow in the form in which they are stored. All fields are empty without a shadow and while it is
+    in progress."""
 
     state: ShadowState | None = None
     expected: dict[Text, dict[str, tuple[Finite, Finite]]] = Field(default_factory=dict)
-    """`Expectations.table`."""
+    """Value of `Expectations.table`."""
 
     @classmethod
     def of(
@@ -151,7 +154,7 @@ class ShadowFindings(Model):
         return {name: value for name, value in numbers.items() if value is not None}
 
     def in_words(self) -> str:
-        """Return the findings as a text for the reason of the decision."""
+        """Return the findings as a sentence, for the reason of the decision that ends the shadow."""
         state = self.state
         if state is None:
             return "no shadow"

@@ -1,9 +1,9 @@
-"""Metrics of a session's record by name. Packages announce them under the entry points `headrace.rollout_metrics`.
+"""Metrics of sessions by name, which packages announce as entry points `headrace.rollout_metrics`.
 
-The metrics of this package are announced in its own `pyproject.toml`. A metric is a plain function, marked with
-`metric`, of a session's record: the events about the session, as they were known at some time. A session for which it
-returns None is left out of that metric's comparison. The name `reward:judge:helpfulness` selects the metric `reward`,
-marked with `of_source`, for that source.
+The metrics of this package are announced in its own `pyproject.toml`. A metric is a function, decorated with `metric`,
+whose argument is a session's record: the events about the session that were known at a certain time. If it returns
+None, the session is ignored for this metric. The name `reward:judge:helpfulness` stands for the metric `reward`,
+decorated with `of_source`, for the source `judge:helpfulness`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from headrace_schemas.values.errors import HeadraceError
 
 @dataclass(frozen=True, slots=True)
 class SessionRecord:
-    """Record of one session: its events, each kind in the order of its topic."""
+    """Events about one session, each kind in the order of its topic."""
 
     session_key: str
     turns: tuple[Turn, ...] = ()
-    """Whole turns; those that extend a turn which was not stored are as they were on the topic."""
+    """Turns in complete form. A turn that extends a turn which is not stored has only the part that its event
+    contains."""
     trajectories: tuple[Trajectory, ...] = ()
     rewards: tuple[Reward, ...] = ()
     feedback: tuple[Feedback, ...] = ()
 
     def as_of(self, time: datetime) -> SessionRecord:
-        """Return the record without events later than `time`, by the producers' clocks."""
+        """Return the record without events later than `time`, according to the clocks of the services that produced
+        them."""
         return SessionRecord(
             self.session_key,
             tuple(event for event in self.turns if event.time <= time),
@@ -43,9 +45,8 @@ class SessionRecord:
 
     @property
     def standing_rewards(self) -> tuple[Reward, ...]:
-        """Rewards of the session that are valid now: the highest revision of each source for each trajectory, turn or
-        answer, also if it is an abstention.
-        """
+        """Rewards that are valid: of each source, the highest revision for each trajectory, turn or answer, even if it
+        abstains."""
         latest: dict[tuple[str, str | None, int | None, str], Reward] = {}
         for reward in self.rewards:
             subject = reward.trajectory_id, reward.turn_id, reward.choice, reward.source
@@ -55,7 +56,8 @@ class SessionRecord:
 
     @property
     def standing_feedback(self) -> tuple[Feedback, ...]:
-        """The last feedback of each rater of a source on each target, without withdrawals and feedback without a value.
+        """Feedback that is valid: of each rater and source, the last feedback on each target. Withdrawn feedback and
+        feedback without a value are left out.
 
         An edit or a preference has no value, and leaves the value that was given to the same answer.
         """
@@ -68,7 +70,7 @@ class SessionRecord:
 
     @property
     def dialogue(self) -> tuple[Message, ...]:
-        """The longest conversation of the session with the answer at its end; empty without turns."""
+        """The longest conversation of the session, including its last answer; empty for a session without turns."""
         longest = max(
             (turn for turn in self.turns if turn.extends is None), key=lambda turn: len(turn.messages), default=None
         )
@@ -87,14 +89,14 @@ ComputeOfSource = Callable[[SessionRecord, str], float | None]
 
 
 class MetricFailed(HeadraceError):
-    """A metric raised an error or returned a value that is not a finite number."""
+    """Raised if a metric raises an error or returns a value that is not a finite number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Metric of a session: a function, the better direction, and the bounds of its values.
+    """Metric of a session: a function, whether higher values are better, and the bounds of its values.
 
-    A value outside `bounds` counts as the nearer bound: the mean of the clipped values is compared.
+    A value outside of `bounds` is replaced by the nearer bound before values are compared.
     """
 
     compute: Compute
@@ -106,7 +108,7 @@ class Metric:
             raise ValueError(f"bounds {self.bounds}: the lower one comes first, and they differ")
 
     def within(self, bounds: tuple[float, float] | None) -> Metric:
-        """Return the metric with `bounds` as its range of values, or unchanged if `bounds` is None."""
+        """Return the metric with other bounds of its values; the same metric if `bounds` is None."""
         return replace(self, bounds=bounds) if bounds else self
 
     @property
@@ -114,15 +116,14 @@ class Metric:
         return self.bounds[1] - self.bounds[0]
 
     def goodness(self, value: float) -> float:
-        """Return `value` scaled to [0, 1], larger being better."""
+        """Return `value` scaled linearly to [0, 1], so that larger is better."""
         share = (min(max(value, self.bounds[0]), self.bounds[1]) - self.bounds[0]) / self.width
         return share if self.higher_is_better else 1.0 - share
 
 
 @dataclass(frozen=True, slots=True)
 class MetricOfSource:
-    """Metric that exists for each source of rewards or feedback, and for all of them together when no source is
-    given."""
+    """Metric that can be computed for one source of rewards or feedback, or for all sources together."""
 
     compute: ComputeOfSource
     higher_is_better: bool
@@ -136,21 +137,21 @@ METRICS: Registry[object] = Registry("rollout_metrics", object, "metric")
 
 
 def metric(*, higher_is_better: bool, bounds: tuple[float, float] = (0.0, 1.0)) -> Callable[[Compute], Metric]:
-    """Return a decorator that makes a function of a session a metric, with its direction and bounds."""
+    """Return a decorator that turns a function of a session's record into a `Metric`."""
     return lambda compute: Metric(compute, higher_is_better, bounds)
 
 
 def of_source(
     *, higher_is_better: bool, bounds: tuple[float, float] = (0.0, 1.0)
 ) -> Callable[[ComputeOfSource], MetricOfSource]:
-    """Return a decorator for metrics whose function also takes the name of a source; an empty name stands for all
-    sources."""
+    """Return a decorator that turns a function of a session's record and a source into a `MetricOfSource`. An empty
+    source stands for all sources."""
     return lambda compute: MetricOfSource(compute, higher_is_better, bounds)
 
 
 @cache
 def metric_named(name: str) -> Metric:
-    """Return the metric of that name. It is looked up once in a process.
+    """Return the metric with this name. The result is cached.
 
     Raises:
         ValueError: no package announces the name, or the announced object is not a metric.
@@ -169,9 +170,9 @@ def metric_named(name: str) -> Metric:
 
 
 def compute_metrics(sessions: Sequence[SessionRecord], metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the mean of each metric over the sessions in which it did not abstain.
+    """Return the mean of each metric over the sessions for which it has a value.
 
-    Metrics that always abstained are left out.
+    Metrics without any value are left out.
 
     Raises:
         MetricFailed: a metric raised an error, or its values or their sum are no finite numbers.

@@ -1,13 +1,14 @@
-"""The plan of a rollout, declared before its first session: stages, guardrails, margins, error rates, limits, and the
-ages at which its units are read.
+"""Rules of a rollout, which are fixed before its first session: stages, guardrails, margins, error rates, limits, and
+the ages of units (users or sessions) at which their metrics are computed (read).
 
-A unit is read at an age that was declared beforehand, whatever events it has by then. It is not read when its reward
-arrives, because rewards of one arm may arrive sooner, and not when it ends, because bad sessions may be longer. So the
-order of readings is the order of arrival, and the arm of the next reading is as open as a coin toss.
+The metrics of a unit are computed at a fixed age, with the events that have arrived by then. They are not computed when
+a reward arrives, because rewards of one arm may arrive sooner, nor when the session ends, because bad sessions may be
+longer. So units are evaluated in the order of their arrival, and the arm of the next unit is random.
 
-A reading is never revised. A reward that is late or revised before the closing age is in the closing reading, which has
-an e-process of its own; the probability that either is ever wrong is at most the sum of their errors. To start again
-with corrected values would be a new test with each correction, without a bound on all of them together.
+A computed value is never changed. A reward that arrives or is revised later, but before the closing age, is part of the
+values at the closing age, which have e-processes of their own. The probability that a test at one of both ages is ever
+wrong is at most the sum of their errors. Starting again with corrected values would be a new test for each correction,
+without a bound on the total error.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ from headrace_schemas.values.base import Finite, Model, Text
 from headrace_statistics import e_process
 
 ReadingAge = Literal["shadow", "maturity", "closing"]
-"""When a unit is read: in the shadow, when it is mature, and when it is closed."""
+"""Age at which the metrics of a unit are computed: in the shadow, at maturity, or when the unit is closed."""
 
 Probability = Annotated[Finite, Field(gt=0, le=0.5)]
 Positive = Annotated[Finite, Field(gt=0)]
 Bounds = tuple[Finite, Finite]
 _SHADOW, _CLOSING = Fraction(1, 10), Fraction(1, 10)
-"""Shares of β. The first reading on live traffic gets most of it, so that harm is found soon."""
+"""Fractions of β for the shadow and for the closing age. The age of maturity gets the rest, which is most of it, so
+that harm is detected soon."""
 _REWARDS = ("reward", "success")
 _SHARE_MAX = Fraction(1, 2)
 _METRICS_MAX = 12
-"""Largest number of metrics. Each adds four statistics to a decision, which has room for 64 in all."""
+"""Maximum number of metrics. Each adds four statistics to a decision, which can contain 64."""
 
 
 class Guardrail(Model):
@@ -58,8 +60,7 @@ class Guardrail(Model):
 
     @property
     def measured(self) -> Metric:
-        """The metric that this guardrail watches. If the guardrail has `bounds`, they replace the metric's own range of
-        values.
+        """Metric that this guardrail watches, with the guardrail's `bounds` if it has any.
 
         Raises `ValueError` if no installed package provides the metric.
         """
@@ -225,19 +226,19 @@ class RolloutPlan(Section):
             )
 
     def loss_to_rule_out(self, share: Fraction) -> Fraction | None:
-        """Return the drop of a metric that must be excluded by evidence before a candidate gets `share` of the traffic.
+        """Return the loss that must be excluded by evidence before a candidate gets `share` of the traffic.
 
-        It bounds the harm to all users: share times drop is at most `exposure_max`.
+        This limits the possible harm to all users: share times loss is at most `exposure_max`.
 
         Returns:
-            A fraction of the largest possible drop of the metric; None if no evidence is required.
+            The loss as a fraction of the metric's range; None if no evidence is required.
         """
         return None if share <= self.exposure_max else self.exposure_max / share
 
     @property
     def reading_ages(self) -> Mapping[ReadingAge, Fraction]:
-        """Ages of a unit (a user or a session) at which its metrics are computed, each with its share of `beta`, the
-        error probability of all tests for harm.
+        """Ages at which the metrics of a unit are computed, each with its fraction of `beta`, the error probability of
+        all tests for harm.
 
         The shares add up to 1.
         """
@@ -248,19 +249,17 @@ class RolloutPlan(Section):
 
     @property
     def last_reading_age(self) -> ReadingAge:
-        """Name of the last age of a unit (a user or a session) at which its metrics are computed; promotions depend on
-        these values.
-        """
+        """Name of the last age at which the metrics of a unit are computed. Promotions depend on the values at this
+        age."""
         return "closing" if "closing" in self.reading_ages else "maturity"
 
     def age_s(self, age: ReadingAge) -> float:
-        """Return an age by its name: the seconds from the first session of a unit (a user or a session) to the
-        computation of its metrics.
-        """
+        """Return the length of an age: the seconds from the first session of a unit until its metrics are computed."""
         return self.window_s + (self.closing_s if age == "closing" else self.maturity_s)
 
     def harm_error(self, guardrail: Guardrail, age: ReadingAge) -> float:
-        """Return the error probability of one test for harm. Those of all tests add up to β."""
+        """Return the error probability of one guardrail's test for harm at one age. The probabilities of all such tests
+        add up to β."""
         weights = sum(rule.weight for rule in self.guardrails)
         return e_process.harm_error(self.beta, guardrail.weight / weights * float(self.reading_ages[age]))
 
@@ -271,39 +270,38 @@ def _stem(metric: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A session or a user that was assigned to an arm of a rollout (see `RolloutPlan.unit`)."""
+    """Session or user (see `RolloutPlan.unit`) that was assigned to an arm of a rollout."""
 
     name: str
     candidate: bool
     enrolled: datetime
-    """When its first session began; of a user, the first session since the user is in an arm."""
+    """Time at which its first session began. For a user, only sessions since the assignment to the arm count."""
 
     @property
     def order_key(self) -> tuple[datetime, str]:
-        """Sort key: units (users or sessions) are evaluated in the order of their arrival.
+        """Sort key by which units are evaluated in the order of their arrival.
 
-        Units of one instant are sorted by name, independent of the arm.
+        Units that arrived at the same time are sorted by name, which does not depend on the arm.
         """
         return self.enrolled, self.name
 
 
 @dataclass(frozen=True, slots=True)
 class UnitReading:
-    """Metric values of one unit (a user or a session) at a certain age. A metric that abstained is not in `values`."""
+    """Metric values of one unit at one age. A metric without a value for the unit is not in `values`."""
 
     unit: Unit
     values: Mapping[str, float]
     expected: Mapping[str, float] = field(default_factory=dict)
-    """Values that were predicted before the arm was known, as far as there are any."""
+    """Values that were predicted before the arm of the unit was known, for some or all metrics."""
 
 
 def due_units(units: Iterable[Unit], now: datetime, age_s: float) -> list[Unit]:
-    """Return the units (users or sessions) that are old enough for their metrics to be computed, in the order of
-    computation.
+    """Return the units that have reached an age, in the order in which their metrics must be computed.
 
     Args:
-        now: time up to which all topics have been read, which is not a clock's time.
-        age_s: the age, in seconds after the begin of the unit's first session.
+        now: time up to which all topics have been read, by the rollout's clock.
+        age_s: the age in seconds since the beginning of the unit's first session.
     """
     age = timedelta(seconds=age_s)
     return sorted((unit for unit in units if unit.enrolled + age <= now), key=lambda unit: unit.order_key)
@@ -312,21 +310,21 @@ def due_units(units: Iterable[Unit], now: datetime, age_s: float) -> list[Unit]:
 def read_unit(
     unit: Unit, sessions: Sequence[SessionRecord], metrics: Mapping[str, Metric], age_s: float
 ) -> UnitReading:
-    """Compute the metric values of a unit (a user or a session) from the events up to a certain age.
+    """Compute the metric values of a unit from the events up to an age.
 
     Args:
-        sessions: the unit's sessions; of a user, each metric is the mean over those that did not abstain.
-        age_s: the age, in seconds after the begin of its first session.
+        sessions: the unit's sessions. A metric of a user is the mean over the sessions for which it has a value.
+        age_s: the age in seconds since the beginning of its first session.
     """
     time = unit.enrolled + timedelta(seconds=age_s)
     return measure_unit(unit, [session.as_of(time) for session in sessions], metrics)
 
 
 def measure_unit(unit: Unit, sessions: Sequence[SessionRecord], metrics: Mapping[str, Metric]) -> UnitReading:
-    """Compute the metric values of a unit (a user or a session).
+    """Compute the metric values of a unit.
 
     Args:
-        sessions: the unit's sessions, with only those events that were known at its age.
+        sessions: the unit's sessions, with the events that were known at the age.
 
     Raises:
         MetricFailed: as `compute_metrics`.

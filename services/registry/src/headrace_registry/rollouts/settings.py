@@ -1,4 +1,4 @@
-"""The sections `[registry.rollout]` and `[registry.rollout.shadow]`: the plan of future rollouts, and limits of all."""
+"""Settings of rollouts: the sections `[registry.rollout]` and `[registry.rollout.shadow]`."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from headrace_schemas.values.base import Model, Share
 Label = Annotated[str, Field(min_length=1, max_length=128)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 EVENTS_PER_UNIT_MAX = 1024
-"""Turns, rewards and feedback that are stored for one unit until it is closed; later ones do not count."""
+"""Maximum number of turns, rewards and feedback that are stored for one unit. Later events are ignored."""
 _RERUN_STEPS_MAX = 8
-"""Model calls for one prompt and one version."""
+"""Maximum number of model calls with which one version answers one prompt of a shadow."""
 _RERUN_TOKENS_MAX = 32_768
-"""Tokens of all model calls for one prompt and one version."""
+"""Maximum number of tokens of all model calls with which one version answers one prompt of a shadow."""
 
 
 @dataclass(frozen=True, slots=True)
 class RerunBounds:
-    """Limits of one rerun of a prompt: model calls and tokens."""
+    """Limits on answering one prompt of a shadow with one version: model calls and tokens."""
 
     steps_max: int
     tokens_max: int
@@ -71,7 +71,7 @@ class ShadowSettings(Section):
 
     @property
     def keys(self) -> dict[str, str]:
-        """API keys of the gateway by tenant, for the requests of shadows."""
+        """API key of the gateway for each tenant, with which requests of shadows are sent."""
         return {tenant.tenant: tenant.key.get_secret_value() for tenant in self.tenants}
 
     @model_validator(mode="after")
@@ -135,13 +135,14 @@ class RolloutSettings(RolloutPlan):
         return self
 
     def requested_rollout(self, stored: str | None) -> RequestedRollout:
-        """Return an operator's request that is stored as JSON (None without one), with the configured kind if it
-        names none."""
+        """Return the request of an operator, which is stored as JSON or None. If it names no kind of rollout, the
+        configured kind is used."""
         request = RequestedRollout.model_validate_json(stored) if stored else RequestedRollout()
         return request if request.kind else request.model_copy(update={"kind": self.kind})
 
     def plan(self, request: RequestedRollout) -> RolloutPlan:
-        """Return the plan of a rollout that begins now. Raises `ValueError` for a share that is not allowed."""
+        """Return the plan of a rollout for an operator's request. Raises `ValueError` for a share that is not
+        allowed."""
         kind = request.kind or self.kind
         stages = self.stages
         if request.share is not None:
@@ -157,7 +158,8 @@ class RolloutSettings(RolloutPlan):
         )
 
     def _limit_stages(self, stages: tuple[RolloutStage, ...]) -> tuple[RolloutStage, ...]:
-        """Limit the stages to `share_max`: all stages beyond it become one last stage with that share."""
+        """Limit the shares of the stages to `share_max`. All stages with a larger share become one last stage with this
+        share."""
         limited = [stage for stage in stages if stage.share < self.share_max]
         beyond = [stage for stage in stages if stage.share >= self.share_max]
         if beyond:

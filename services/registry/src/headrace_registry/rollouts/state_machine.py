@@ -1,9 +1,9 @@
-"""A model's rollouts as a pure state machine: the champion, the candidates under way, and the versions that are barred.
+"""Pure state machine of a model's rollouts: the champion, the candidates in progress, and the versions that are barred.
 
-    shadow → canary (stage by stage) → champion → succeeded,  or hold,  or rolled back
+shadow → canary (stage by stage) → champion → succeeded,  or hold,  or rolled back
 
-`decide` returns the next step, `apply` carries it out. Each step is a `RolloutDecision` with its statistics. The same
-decisions in the same order give the same state, so only decisions need to be stored.
+`decide` returns the next step, and `apply` carries it out. Each step is a `RolloutDecision` with its statistics. The
+same decisions in the same order give the same state, so it is sufficient to store decisions.
 """
 
 from __future__ import annotations
@@ -20,39 +20,40 @@ from headrace_schemas.rules.assignment import Split
 from headrace_schemas.values.errors import HeadraceError
 
 Phase = Literal["shadow", "canary", "champion", "succeeded", "hold", "rolled_back"]
-"""`succeeded`: the version was champion until another one was promoted."""
+"""Phase of a rollout. `succeeded` means that the version was champion until another version was promoted."""
 Kind = Literal["begin", "advance", "promote", "hold", "roll_back"]
 UNDER_WAY: tuple[Phase, ...] = ("shadow", "canary")
 
 
 LEFT_TO_OPERATOR = "the plan leaves it to an operator"
-"""End of the reason for holding a version that was shown good enough."""
+"""End of the reason of a hold if the version was shown to be good enough, but the plan does not promote."""
 
 
 class NotAllowed(HeadraceError):
-    """The state machine does not allow a step, for example for a version that is barred or already under way."""
+    """Raised for a step that the state machine does not allow, for example a rollout of a version that is barred or
+    already has a rollout."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Gradual deployment of one version. It has ended once its phase is not in `UNDER_WAY`."""
+    """Rollout of one version. It is in progress while its phase is in `UNDER_WAY`."""
 
     version: str
     phase: Phase
     stage: int
-    """Index of the stage in the plan; in the shadow, the first stage of the canary."""
+    """Index of the present stage in the plan. In the shadow, it is that of the first stage."""
     slot: int
-    """Index of its block in `assignment.Split`."""
+    """Index of the candidate's block of units in `assignment.Split`."""
     number: int
-    """Its place in the family of versions that were tried against one champion or its equals."""
+    """Number of the rollout among those against the same champion or its equals."""
     began: datetime
     changed: datetime
-    """When it entered this phase and stage."""
+    """Time at which the rollout entered its present phase and stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutDecision:
-    """Decision about one rollout, for example to advance or to roll back, with its reason and statistics."""
+    """Decision about one rollout, for example to advance it or to roll it back, with the reason and statistics."""
 
     kind: Kind
     version: str
@@ -60,14 +61,15 @@ class RolloutDecision:
     reason: str
     statistics: Mapping[str, float] = field(default_factory=dict)
     improved: bool = False
-    """Whether a promoted version was shown to be better, so that the count `family` begins again."""
+    """Whether a promoted version was shown to be better than the champion, so that the count `family` begins again."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRolloutState:
     """Champion and rollouts of one model.
 
-    `parents` has all versions of the model: a version that descends from a rolled-back version is barred.
+    `parents` contains the parent of each version of the model, because a version that descends from a rolled-back
+    version is barred.
     """
 
     champion: str
@@ -75,21 +77,22 @@ class ModelRolloutState:
     rollouts: Mapping[str, Rollout] = field(default_factory=dict)
     """The last rollout of each version."""
     family: int = 0
-    """Number of versions that were tried against the champion or its equals."""
+    """Number of rollouts so far against the champion or versions equal to it."""
 
     @property
     def under_way(self) -> tuple[Rollout, ...]:
         return tuple(rollout for rollout in self.rollouts.values() if rollout.phase in UNDER_WAY)
 
     def split(self, plan: RolloutPlan, salt: str) -> Split:
-        """Return how users or sessions (units) are divided among the versions with a rollout in progress."""
+        """Return the assignment of units (users or sessions) to the versions whose rollouts are in progress."""
         slots: list[str | None] = [None] * plan.slots
         for rollout in self.under_way:
             slots[rollout.slot] = rollout.version
         return Split(salt, self.champion, tuple(slots))
 
     def shares(self, plan: RolloutPlan) -> Mapping[str, Fraction]:
-        """Return the traffic share of each candidate that gets users: none in the shadow or after the rollout."""
+        """Return the traffic share of each candidate that serves users. Candidates in the shadow and ended rollouts
+        have none."""
         share_max = Fraction(1, plan.slots + 1)
         canaries = [rollout for rollout in self.under_way if rollout.phase == "canary"]
         return {rollout.version: min(plan.stages[rollout.stage].share, share_max) for rollout in canaries}
@@ -99,10 +102,10 @@ class ModelRolloutState:
         return next((slot for slot in range(plan.slots) if slot not in used), None)
 
     def barred_by(self, version: str) -> str | None:
-        """Return the rolled-back version because of which `version` may not serve: itself or an ancestor. None if it
-        may.
+        """Return the rolled-back version (the version itself or an ancestor) because of which `version` must not serve,
+        or None.
 
-        The champion and its ancestors have been accepted since, so they bar none of their descendants.
+        The champion and its ancestors count as accepted, so they bar none of their descendants.
         """
         rollout = self.rollouts.get(version)
         if rollout is not None and rollout.phase == "rolled_back":
@@ -127,7 +130,7 @@ class ModelRolloutState:
 
 
 def begin(plan: RolloutPlan, state: ModelRolloutState, version: str, now: datetime) -> RolloutDecision:
-    """Return the decision that starts the rollout of a version. Raises `NotAllowed`."""
+    """Return the decision that begins the rollout of a version. Raises `NotAllowed`."""
     if version not in state.parents:
         raise NotAllowed(f"{version} is not registered; register it before its rollout")
     if version == state.champion:
@@ -142,25 +145,28 @@ def begin(plan: RolloutPlan, state: ModelRolloutState, version: str, now: dateti
         )
     if state.free_slot(plan) is None:
         versions = ", ".join(rollout.version for rollout in state.under_way)
-        raise NotAllowed(f"{version} finds no slot: {versions} are under way; wait for an end, or plan for more slots")
+        raise NotAllowed(
+            f"{version} has no free slot: {versions} use all; wait until a rollout ends, or set more slots"
+        )
     number = state.family + 1
     return RolloutDecision("begin", version, now, f"number {number} of its family", {"number": float(number)})
 
 
 def stop(state: ModelRolloutState, version: str, reason: str, now: datetime) -> RolloutDecision:
-    """Return the decision with which an operator ends a rollout without judging the version. Raises `NotAllowed`."""
+    """Return the decision by which an operator ends a rollout without a promotion or a rollback. Raises
+    `NotAllowed`."""
     _require_running(state, version)
     return RolloutDecision("hold", version, now, reason)
 
 
 def roll_back(state: ModelRolloutState, version: str, reason: str, now: datetime) -> RolloutDecision:
-    """Return the decision with which an operator bars a version for good. Raises `NotAllowed`."""
+    """Return the decision by which an operator rolls a version back, so that it is barred. Raises `NotAllowed`."""
     _require_running(state, version)
     return RolloutDecision("roll_back", version, now, reason)
 
 
 def decide(plan: RolloutPlan, rollout: Rollout, findings: Findings, now: datetime) -> RolloutDecision | None:
-    """Return the next step of a rollout that the evidence requires, or None to continue."""
+    """Return the next step that the findings require for a rollout, or None if it continues unchanged."""
     if rollout.phase not in UNDER_WAY:
         return None
     step = _harm_step(findings) or (
@@ -215,10 +221,10 @@ def _canary_step(plan: RolloutPlan, rollout: Rollout, findings: Findings, now: d
 def apply(
     plan: RolloutPlan, state: ModelRolloutState, decision: RolloutDecision
 ) -> tuple[ModelRolloutState, tuple[RolloutDecision, ...]]:
-    """Apply a decision.
+    """Apply a decision to the state.
 
     Returns:
-        The new state, and all decisions that follow: the given one, then those that end other rollouts.
+        The new state, and all decisions: `decision`, then those that end other rollouts because of it.
 
     Raises:
         NotAllowed: the state has no such step.
@@ -248,7 +254,7 @@ def apply(
 def _end_affected(
     state: ModelRolloutState, decision: RolloutDecision, kind: Kind
 ) -> tuple[ModelRolloutState, tuple[RolloutDecision, ...]]:
-    """End the rollouts that a decision affects: after a rollback those of descendants, after a promotion all others."""
+    """End the rollouts that a decision affects: those of descendants after a rollback, all others after a promotion."""
     decisions = [decision]
     for rollout in state.under_way:
         if kind == "roll_back" and state.barred_by(rollout.version) is None:

@@ -1,6 +1,7 @@
-"""The shadow: a candidate answers prompts of real sessions again, unseen by their users, before it gets any traffic.
+"""The shadow of a rollout: the candidate answers prompts of real sessions again, unseen by their users, before it
+serves traffic.
 
-`runner` selects prompts of the traffic and has them answered (`rerun` answers one prompt, with `gateway_client`),
-`prompts` stores them, and `prompt_reader` reads the metrics and ends the shadow with the estimate of
-`rollouts.estimate`. See `docs/shadow.md`.
+`runner` chooses prompts from the traffic and lets both versions answer them (`rerun` answers one prompt, with
+`gateway_client`). `prompts` stores them. `prompt_reader` computes their metrics, and the estimate of
+`rollouts.estimate` with which the shadow ends. See `docs/shadow.md`.
 """

@@ -1,4 +1,5 @@
-"""Answers and tools of a rerun: the gateway that yields to all users, replicas, and the operator's tool program."""
+"""Clients that a rerun of a prompt needs: model calls over the gateway, where users have precedence, logprobs from
+replicas, and the operator's tool program."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ from headrace_schemas.http.answer_form import repeated_request
 from headrace_schemas.http.replica_api import ScoredAnswers, ScoreRequest, TokensToScore
 
 _ANSWER_TOKENS_MAX = 1024
-"""Tokens of one answer; a user's own limit applies if it is smaller."""
+"""Maximum tokens of one answer. If the user's request has a smaller limit, that applies."""
 _BUSY_WAIT_S = 300.0
-"""Seconds that one call waits while replicas are busy with users."""
+"""Maximum seconds for which one call waits while replicas are busy with users."""
 _CALL_TIMEOUT_S = 120.0
-"""Seconds that one model call may take."""
+"""Maximum seconds of one model call."""
 
 _BUSY = frozenset({429, 503})
 _PAUSE_MIN_S, _PAUSE_MAX_S = 0.5, 15.0
@@ -51,7 +52,8 @@ class _Response(BaseModel):
 
 
 class GatewayAnswers:
-    """Source of answers for shadows (`runner.ShadowAnswers`): the gateway, and replicas for logprobs.
+    """Clients for the answers of shadows (`runner.ShadowAnswers`): the gateway for model calls, and replicas for
+    logprobs.
 
     `base_url` ends in `/v1`; `replicas` returns the replicas on the bus.
     """
@@ -120,14 +122,14 @@ class GatewayAnswers:
             self._client = None
 
     def _http(self) -> httpx2.AsyncClient:
-        """Return the HTTP client, which is created in the event loop that uses it."""
+        """Return the HTTP client. It is created on first use, because it belongs to the event loop that uses it."""
         if self._client is None:
             self._client = httpx2.AsyncClient(timeout=None, trust_env=False)
         return self._client
 
 
 class GatewaySession:
-    """Model calls of one rerun over the gateway (`rerun.ModelSession`)."""
+    """Model calls of one rerun, sent through the gateway (`rerun.ModelSession`)."""
 
     def __init__(
         self,
@@ -144,7 +146,7 @@ class GatewaySession:
         self._clock = clock
 
     async def call_model(self, version: str, prompt: Turn, messages: Sequence[Message]) -> ModelAnswer:
-        """Call the model, and return its answer. Waits while users need the replicas, `patience_s` at most.
+        """Call the model and return its answer. Wait while users need all replicas, for at most `_BUSY_WAIT_S` seconds.
 
         Raises:
             RerunFailed: the gateway did not answer.
@@ -189,15 +191,15 @@ def _bearer(key: str) -> dict[str, str]:
 
 
 TOOL_TIMEOUT_S = 30.0
-"""Seconds that one call of this program may take."""
+"""Maximum seconds of one call of the tool program."""
 TOOL_RESULT_BYTES_MAX = 262_144
-"""Bytes of the longest line that this program may print."""
+"""Maximum bytes of one line that the tool program prints."""
 
 log = get_logger(__name__)
 
 
 class ToolRequest(BaseModel):
-    """Line that the tool program reads: a call of a tool."""
+    """Input line of the tool program: a call of a tool."""
 
     id: int
     name: str
@@ -205,16 +207,16 @@ class ToolRequest(BaseModel):
 
 
 class ToolResult(BaseModel):
-    """Output line of an operator's tool program: the result of one tool call."""
+    """Output line of the tool program: the result of a call."""
 
     id: int
     result: str
 
 
 class ToolProgram:
-    """Process of the tool program, which starts at the first call, and again after it ended.
+    """Process of the operator's tool program. It is started at the first call, and again at a call after it has ended.
 
-    The process has a group of its own and ends with the registry.
+    The process has a process group of its own, and is killed when the registry ends.
     """
 
     def __init__(self, settings: ShadowSettings) -> None:
@@ -226,7 +228,7 @@ class ToolProgram:
         self._starting = asyncio.Lock()
 
     async def call(self, function: FunctionCall) -> str:
-        """Call a tool that is marked read-only, and return its result. Raises `RerunFailed`."""
+        """Call a read-only tool, and return its result. Raises `RerunFailed`."""
         if function.name not in self._settings.read_only_tools:
             raise AssertionError(f"{function.name} is not marked read-only")
         async with self._starting:

@@ -1,6 +1,5 @@
-"""Reads the metrics of a prompt's three sessions at an age, and the outcome of a shadow, stored in the transaction
-of the step that ends it.
-"""
+"""Computes the metrics of the three sessions of a shadow's prompt (the candidate's, the champion's and the user's), and
+the findings of a shadow when it ends."""
 
 from __future__ import annotations
 
@@ -31,28 +30,28 @@ from headrace_schemas import Event
 from headrace_schemas.values.base import Finite, Model, Text
 
 JUDGE_METRIC = "reward"
-"""The metric that stands for the judges."""
+"""Metric that is used as the judges' score."""
 USER_METRIC = "satisfaction"
-"""The metric that stands for the user."""
+"""Metric that is used as the feedback of users."""
 _USERS = "feedback"
-"""The source of rewards that users give. New answers have none."""
+"""Source of rewards from users. Answers of a shadow have none."""
 _SIDES: tuple[Side, ...] = ("logged", *ANSWERING)
 _AT_ONCE_MAX = 20
 _NUMBERS_MAX = 64
-"""Largest number of statistics in a decision."""
+"""Maximum number of statistics of a decision."""
 _PROMPTS_MAX = 100_000
 
 
 class PromptReading(Model):
-    """Metrics of the three sessions of a prompt: the candidate's, the champion's and the user's own."""
+    """Metric values of the three sessions of a prompt: the candidate's, the champion's and the user's own."""
 
     kinds: tuple[Text, ...] = ()
     candidate: dict[Text, Finite]
     champion: dict[Text, Finite]
     logged: dict[Text, Finite]
-    """Metrics of the user's session. Expectations are learned from these, too."""
+    """Metric values of the user's session, which are also used for the expected values of later sessions."""
     judged: dict[Text, Finite]
-    """The judges' score by side."""
+    """Judges' score of each session."""
     said: Finite | None = None
 
     @property
@@ -61,7 +60,7 @@ class PromptReading(Model):
 
 
 def pair_of(prompt: PromptRecord, reading: PromptReading) -> ShadowPair | None:
-    """Return the scores of a prompt for the estimate, or None unless both new answers were judged."""
+    """Return the scores of a prompt for the estimate, or None unless both new answers have a judges' score."""
     if not reading.both_judged or set(prompt.ended.values()) != {"answered"}:
         return None
     return ShadowPair(
@@ -75,7 +74,7 @@ def pair_of(prompt: PromptRecord, reading: PromptReading) -> ShadowPair | None:
 
 
 def metric_pair(prompt: PromptRecord) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the metrics of the candidate's and the champion's answer; empty unless both were completed."""
+    """Return the metric values of the candidate's and of the champion's answer; empty unless both were completed."""
     reading = PromptReading.model_validate(prompt.found)
     both_answered = set(prompt.ended.values()) == {"answered"}
     return (dict(reading.candidate), dict(reading.champion)) if both_answered else ({}, {})
@@ -84,7 +83,7 @@ def metric_pair(prompt: PromptRecord) -> tuple[dict[str, float], dict[str, float
 def read_prompt(
     prompt: PromptRecord, sessions: Mapping[Side, Sequence[SessionRecord]], rollout_metrics: Mapping[str, Metric]
 ) -> PromptReading:
-    """Compute the metrics of a prompt's sessions. Raises `MetricFailed`."""
+    """Compute the metric values of a prompt's three sessions. Raises `MetricFailed`."""
     turns = [turn for session in sessions["logged"] for turn in session.turns]
     opening = next((turn for turn in turns if is_opening(turn)), None)
     judge, user = metrics.metric_named(JUDGE_METRIC), metrics.metric_named(USER_METRIC)
@@ -107,7 +106,7 @@ def read_prompt(
 def _read_events(
     prompt: PromptRecord, events: Mapping[Side, Sequence[tuple[str, bytes]]], rollout_metrics: Mapping[str, Metric]
 ) -> PromptReading:
-    """Parse the events of a prompt's sessions, which may take seconds, and compute their metrics."""
+    """Parse the events of a prompt's three sessions, which may take seconds, and compute their metric values."""
     sessions = {side: unit_store.session_records(side_events) for side, side_events in events.items()}
     return read_prompt(prompt, sessions, rollout_metrics)
 
@@ -123,14 +122,14 @@ def _without_users(session: SessionRecord) -> SessionRecord:
 
 
 class PromptReader:
-    """Reader of the metrics of prompts whose answers had time to be judged. Call `read_due` in each round."""
+    """Computes the metrics of prompts whose answers were given time to be judged. Call `read_due` in each round."""
 
     def __init__(self, processor: Processor, lease: LeaderLease) -> None:
         self._processor = processor
         self._lease = lease
 
     async def read_due(self, rollout: RolloutRecord, rollout_metrics: Mapping[str, Metric]) -> None:
-        """Compute and store the metrics of the prompts of a rollout that are due. Raises `MetricFailed`."""
+        """Compute and store the metrics of those prompts of a rollout that are due. Raises `MetricFailed`."""
         failed: list[MetricFailed] = []
         age_ms = round(rollout.plan.maturity_s * 1000)
 
@@ -156,9 +155,10 @@ class PromptReader:
 
 
 async def record_outcome(tx: AsyncConnection, rollout: RolloutRecord, decision: RolloutDecision) -> RolloutDecision:
-    """Store the findings of a shadow that has ended, and return the decision extended by them.
+    """Store the findings of a shadow that ends with `decision`. Return the decision with the findings added to its
+    reason and statistics.
 
-    From now on its sessions may be assigned to arms.
+    Afterwards the sessions of the shadow may be assigned to arms of rollouts.
     """
     findings = await load_findings(tx, rollout)
     await prompts.release_sessions(tx, rollout.rollout_id)
@@ -169,12 +169,12 @@ async def record_outcome(tx: AsyncConnection, rollout: RolloutRecord, decision: 
 
 
 async def load_findings(tx: AsyncConnection, rollout: RolloutRecord) -> ShadowFindings:
-    """Return the findings of the shadow so far."""
+    """Return the findings of a shadow from the prompts that were evaluated so far."""
     return summarize_prompts(await prompts.all_prompts(tx, rollout.rollout_id, _PROMPTS_MAX), rollout)
 
 
 def summarize_prompts(prompts_taken: Sequence[PromptRecord], rollout: RolloutRecord) -> ShadowFindings:
-    """Compute the findings of a shadow from its prompts, in their order."""
+    """Compute the findings of a shadow from its prompts, which must be in their order."""
     readings = [
         (prompt, PromptReading.model_validate(prompt.found))
         for prompt in prompts_taken

@@ -1,7 +1,8 @@
-"""Rows about the prompts of a shadow. All times are those of the rollout's own clock.
+"""Table of the prompts of shadows. All times are those of the rollout's own clock.
 
-Each prompt has three units in the tables of `unit_store`, which no reading of a canary uses: the user's session, and
-one session for each of the two new answers. So rewards and feedback about them are stored as those of arms are.
+Each prompt has three units in the tables of `unit_store`: the user's session, and one session for each of the two new
+answers. So rewards and feedback about them are stored like those of arms, but no evaluation of a canary uses these
+units.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ ANSWERING: tuple[Side, ...] = ("candidate", "champion")
 _SIDES: tuple[Side, ...] = ("logged", *ANSWERING)
 _UNIT = "shadow-"
 _NEVER = -1
-"""Number of readings of a unit for which no reading of a canary is ever due."""
+"""Value of the column `looks` for units whose metrics the canary never computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptRecord:
-    """One row of the table of a shadow's prompts."""
+    """Row of the table of prompts."""
 
     rollout_id: str
     number: int
@@ -44,20 +45,20 @@ class PromptRecord:
     ended: Mapping[Side, str]
     log_weight: float | None
     found: Mapping[str, Any]
-    """`prompt_reader.PromptReading` as JSON, once the prompt was read."""
+    """`prompt_reader.PromptReading` as JSON, once the metrics of the prompt were computed."""
     reason: str
 
     def unit(self, side: Side) -> str:
         return f"{_UNIT}{self.number}-{side}"
 
     def session_id(self, side: Side, attempt: int) -> str:
-        """Return the session id under which one side answers the prompt in an attempt."""
+        """Return the id of the session in which one of both versions answers the prompt in an attempt."""
         return f"{_UNIT}{self.rollout_id}-{self.number}-{side}-{attempt}"
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowPhase:
-    """A rollout in its shadow phase, with what is needed to decide which users' prompts its candidate answers again."""
+    """Rollout in its shadow phase, with the data by which users' prompts are chosen for it."""
 
     rollout_id: str
     control: str
@@ -76,9 +77,8 @@ async def in_shadow(tx: AsyncConnection, model: str) -> list[ShadowPhase]:
 
 
 async def prompt_totals(tx: AsyncConnection, rollout_id: str) -> tuple[int, int, int]:
-    """Count a shadow's prompts: return how many there are, how many were left out, and how many tokens were sampled for
-    them.
-    """
+    """Return the number of a shadow's prompts, how many of them were left out, and how many tokens were sampled for all
+    of them."""
     rows = select(PROMPTS.c.state, func.count(), func.sum(PROMPTS.c.tokens)).where(PROMPTS.c.rollout_id == rollout_id)
     counts = [tuple(row) for row in await tx.execute(rows.group_by(PROMPTS.c.state))]
     left_out = sum(count for state, count, _ in counts if state == "left_out")
@@ -88,7 +88,7 @@ async def prompt_totals(tx: AsyncConnection, rollout_id: str) -> tuple[int, int,
 async def add_prompt(
     tx: AsyncConnection, rollout_id: str, number: int, session_key: str, tenant: str, now_ms: int, tokens: int
 ) -> bool:
-    """Add a user's session as a prompt of the shadow. Return False if it belongs to a prompt already."""
+    """Add a user's session as a prompt of the shadow. Return False if the session already belongs to a prompt."""
     session = {"rollout_id": rollout_id, "session_key": session_key}
     unit = f"{_UNIT}{number}-logged"
     if not await upsert(tx, SESSIONS, session, {"unit": unit, "tenant": tenant}, update=False):
@@ -113,16 +113,18 @@ async def add_prompt(
 
 
 async def due_prompts(tx: AsyncConnection, rollout: RolloutRecord, age_ms: int, limit: int) -> list[PromptRecord]:
-    """Return waiting prompts, in their order, that were sampled at least `age_ms` ago, so that their sessions could
-    continue."""
+    """Return up to `limit` prompts, in order, that were not answered yet and were added at least `age_ms` ago. By then
+    the user's session could continue."""
     conditions = (PROMPTS.c.state == "waiting", PROMPTS.c.sampled_ms <= rollout.observed_ms - age_ms)
     return await _select(tx, rollout.rollout_id, *conditions, limit=limit)
 
 
 async def readable_prompts(tx: AsyncConnection, rollout: RolloutRecord, age_ms: int, limit: int) -> list[PromptRecord]:
-    """Return prompts that were answered at least `age_ms` ago, strictly in their order.
+    """Return up to `limit` prompts, strictly in order, whose metrics were not computed yet and that were answered at
+    least `age_ms` ago.
 
-    A prompt waits for all prompts before it, because prompts that are answered quickly differ from the others.
+    A prompt is not returned before all earlier prompts, because prompts that are answered quickly may differ from
+    others.
     """
     answered = []
     for prompt in await _select(tx, rollout.rollout_id, PROMPTS.c.state.in_(("waiting", "answered")), limit=limit):
@@ -133,19 +135,20 @@ async def readable_prompts(tx: AsyncConnection, rollout: RolloutRecord, age_ms: 
 
 
 async def read_prompts(tx: AsyncConnection, rollout_id: str, after: int, limit: int) -> list[PromptRecord]:
-    """Return up to `limit` prompts with a number above `after` whose metrics are stored."""
+    """Return up to `limit` prompts with numbers above `after` whose metrics are stored."""
     return await _select(tx, rollout_id, PROMPTS.c.state == "read", PROMPTS.c.place > after, limit=limit)
 
 
 async def all_prompts(tx: AsyncConnection, rollout_id: str, limit: int) -> list[PromptRecord]:
-    """Return up to `limit` prompts of the rollout in their order."""
+    """Return up to `limit` prompts of the rollout, in order."""
     return await _select(tx, rollout_id, limit=limit)
 
 
 async def begin_attempt(tx: AsyncConnection, prompt: PromptRecord, now_ms: int) -> int | None:
-    """Begin another attempt to answer a prompt, and return its number. Its sessions are stored before any answer.
+    """Begin another attempt to answer a prompt, and return its number. The sessions of the answers are stored before
+    they exist on the bus.
 
-    Returns None if the prompt is no longer open or its rollout is no longer in the shadow.
+    Returns None if the prompt does not wait for answers any more, or if its rollout is not in the shadow any more.
     """
     active = select(ROLLOUTS.c.rollout_id).where(
         ROLLOUTS.c.rollout_id == prompt.rollout_id, ROLLOUTS.c.phase == "shadow"
@@ -172,7 +175,7 @@ async def record_answers(
     tokens: int,
     log_weight: float | None,
 ) -> None:
-    """Record that both versions have answered a prompt. The result of a superseded attempt is discarded."""
+    """Store how both versions have answered a prompt. If a later attempt has begun, nothing is stored."""
     now = select(ROLLOUTS.c.observed_ms).where(ROLLOUTS.c.rollout_id == prompt.rollout_id).scalar_subquery()
     conditions = (*_row(prompt), PROMPTS.c.state == "waiting", PROMPTS.c.attempts == attempt)
     values = {"state": "answered", "ended": json.dumps(dict(ended)), "log_weight": log_weight}
@@ -188,19 +191,18 @@ async def leave_out(tx: AsyncConnection, prompt: PromptRecord, reason: str) -> N
 
 
 async def record_reading(tx: AsyncConnection, prompt: PromptRecord, reading: Mapping[str, Any]) -> None:
-    """Store the metrics that were computed from both answers to a shadow's prompt, and delete the stored events of the
-    two sessions that answered it.
-    """
+    """Store the metrics of a prompt, and delete the stored events of its three sessions."""
     await tx.execute(update(PROMPTS).where(*_row(prompt)).values(state="read", found=json.dumps(dict(reading))))
     for side in _SIDES:
         await _close(tx, prompt.rollout_id, prompt.unit(side))
 
 
 async def side_events(tx: AsyncConnection, prompt: PromptRecord, side: Side) -> list[tuple[str, bytes]]:
-    """Return topic and value of each event of one side's session, in the order in which they were read.
+    """Return topic and value of each stored event of one of the prompt's sessions, in the order in which they were
+    read.
 
     Args:
-        side: the candidate's, the champion's or the user's own session.
+        side: which session: the candidate's, the champion's or the user's own (`logged`).
     """
     conditions = (EVENTS.c.rollout_id == prompt.rollout_id, EVENTS.c.unit == prompt.unit(side))
     rows = await tx.execute(select(EVENTS.c.topic, EVENTS.c.value).where(*conditions).order_by(EVENTS.c.id))
@@ -208,7 +210,7 @@ async def side_events(tx: AsyncConnection, prompt: PromptRecord, side: Side) -> 
 
 
 async def release_sessions(tx: AsyncConnection, rollout_id: str) -> None:
-    """Delete what the registry stored about the sessions of a shadow, so that they may take part in a rollout later."""
+    """Delete the rows about the sessions of a shadow, so that these sessions may take part in a rollout later."""
     for table in (SESSIONS, EVENTS, UNITS):
         await tx.execute(delete(table).where(table.c.rollout_id == rollout_id, table.c.unit.like(f"{_UNIT}%")))
 
@@ -223,7 +225,7 @@ async def _unit(tx: AsyncConnection, rollout_id: str, unit: str, now_ms: int) ->
 
 
 async def _forget(tx: AsyncConnection, rollout_id: str, unit: str) -> None:
-    """Delete the rows that an earlier attempt has left."""
+    """Delete the rows of an earlier attempt about one of the prompt's sessions."""
     for table in (SESSIONS, EVENTS):
         await tx.execute(delete(table).where(table.c.rollout_id == rollout_id, table.c.unit == unit))
 

@@ -1,6 +1,6 @@
-"""Rerun of one prompt by one version: calls of the model, results of tools, and how it ended.
+"""Rerun of one prompt: a version answers it again, with model calls and tool results.
 
-Only a part of a user's own session can be repeated: its first run, with the results of its tools.
+Only the first run of a user's session can be repeated, with the recorded results of its tools.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from headrace_schemas import FunctionCall, Message, Turn
 
 
 def is_opening(turn: Turn) -> bool:
-    """Return whether the turn is the first of its session and its prompt contains no answer of a model.
+    """Return whether a turn is the first of its session and its prompt contains no answer of a model.
 
-    Such a turn contains all that is needed to call another version with its prompt.
+    The prompt of such a turn can be sent to another version.
     """
     roles = {message.role for message in turn.messages}
     return turn.extends is None and turn.rendered and roles <= {"system", "developer", "user"}
 
 
 def first_run(turns: Sequence[Turn]) -> tuple[Turn, ...]:
-    """Return the turns of the first run of a session: from the opening turn to the first answer without a tool call.
+    """Return the turns of the first run of a session: from the first turn to the first answer without a tool call.
 
-    Empty without an opening turn. The user's next message was a reply to that answer, so later turns cannot be repeated
-    with another version.
+    The result is empty if the session has no opening turn. Later turns cannot be repeated with another version, because
+    the user's next message replied to the answer of this version.
     """
     run: list[Turn] = []
     for turn in turns:
@@ -43,7 +43,7 @@ def first_run(turns: Sequence[Turn]) -> tuple[Turn, ...]:
 
 
 def is_single_run(turns: Sequence[Turn]) -> bool:
-    """Return whether the session has no turns after its first run, so that its rewards and feedback are about that
+    """Return whether the session consists only of its first run, so that its rewards and feedback are about that
     run."""
     return bool(turns) and len(first_run(turns)) == len(turns)
 
@@ -61,7 +61,8 @@ def _continues(before: Turn, turn: Turn) -> bool:
 
 
 def canonical_arguments(arguments: str) -> str:
-    """Return equal strings for equal JSON arguments. Arguments that are not JSON are returned unchanged."""
+    """Return the JSON `arguments` in a canonical form, in which equal arguments are equal texts. Other texts are
+    returned unchanged."""
     try:
         return json.dumps(json.loads(arguments), sort_keys=True, separators=(",", ":"))
     except (ValueError, RecursionError):
@@ -70,13 +71,13 @@ def canonical_arguments(arguments: str) -> str:
 
 @dataclass(slots=True)
 class Recording:
-    """Recorded results of the tool calls of a session, by tool and arguments."""
+    """Results of the tool calls of a session, by tool and arguments."""
 
     results: dict[tuple[str, str], deque[str]] = field(default_factory=lambda: defaultdict(deque))
 
     @classmethod
     def of(cls, turns: Sequence[Turn]) -> Recording:
-        """Record the tool results of all turns of a session, also of calls after its first run."""
+        """Collect the tool results in all turns of a session, including those after its first run."""
         recording = cls()
         longest: Sequence[Message] = max((turn.messages for turn in turns), key=len, default=())
         calls = {call.id: call.function for item in longest for call in item.tool_calls or ()}
@@ -87,9 +88,9 @@ class Recording:
         return recording
 
     def replay(self, call: FunctionCall) -> str | None:
-        """Return the recorded result of a call, or None if it was never made.
+        """Return the recorded result of a call, or None if the session has no call with the same tool and arguments.
 
-        Repeated calls get the recorded results in their order, and then the last one again and again.
+        If the session repeated the call, the results are returned one after the other, and then the last one each time.
         """
         results = self.results.get((call.name, canonical_arguments(call.arguments)))
         if not results:
@@ -99,7 +100,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class ScorableAnswer:
-    """One sampled answer with its prompt, for which another version can compute logprobs."""
+    """Sampled answer with its prompt, for which the logprobs of another version can be computed."""
 
     prompt_token_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
@@ -108,9 +109,9 @@ class ScorableAnswer:
 
 
 def scorable_answers(turns: Sequence[Turn]) -> tuple[ScorableAnswer, ...] | None:
-    """Return the sampled answers of a run with their prompts, for importance weights.
+    """Return the sampled answers of a run with their prompts, from which importance weights are computed.
 
-    None if one was not sampled from the version's own distribution, so that it has no weight.
+    Returns None if an answer was not sampled from the version's full distribution, so that it has no importance weight.
     """
     if not turns or any(not turn.sampling.untruncated or len(turn.choices) != 1 for turn in turns):
         return None
@@ -129,10 +130,10 @@ def scorable_answers(turns: Sequence[Turn]) -> tuple[ScorableAnswer, ...] | None
 
 
 def log_weight(answers: Sequence[ScorableAnswer], logprobs: Sequence[Sequence[float]]) -> float:
-    """Return the log importance weight of all answers of a run together.
+    """Return the logarithm of the importance weight of a run, which is the product of those of its answers.
 
     Args:
-        logprobs: logprobs of the answers' tokens under the other version.
+        logprobs: for each answer, the logprobs of its tokens under the other version.
     """
     return math.fsum(
         candidate_logprob - logged_logprob
@@ -142,47 +143,47 @@ def log_weight(answers: Sequence[ScorableAnswer], logprobs: Sequence[Sequence[fl
 
 
 Ended = Literal["answered", "other_call", "steps", "tokens", "failed"]
-"""`answered`: with an answer that calls no tool, as in the user's session. `other_call`: it called a tool that may not
-be called, with arguments that the user's session never used. `steps`, `tokens`: it reached a limit. `failed`: the model
-could not be called."""
+"""How a rerun ended. `answered`: with an answer without a tool call. `other_call`: the model called a tool without a
+recorded result. `steps`, `tokens`: a limit was reached. `failed`: the model could not be called."""
 
 
 class RerunFailed(Exception):
-    """The gateway or a tool did not answer; another attempt may help."""
+    """Raised if the gateway or a tool did not respond. Another attempt may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelAnswer:
-    """Message that the model answered, and the number of tokens that the call took."""
+    """Answer of the model, and the number of tokens of the call."""
 
     message: Message
     tokens: int
 
 
 class ModelSession(Protocol):
-    """Interface for calls of the model in one session of the shadow."""
+    """Session of a shadow in which a version is called."""
 
     async def call_model(self, version: str, prompt: Turn, messages: Sequence[Message]) -> ModelAnswer:
-        """Call a version, and return its answer to `messages`. Raises `RerunFailed`."""
+        """Call a version with `messages`, and return its answer. Raises `RerunFailed`."""
 
 
 class ReadOnlyTools(Protocol):
-    """Interface that executes tools which have no side effects."""
+    """Tools without side effects that may be executed in a shadow."""
 
     async def call(self, function: FunctionCall) -> str:
-        """Call a tool, and return its result. Raises `RerunFailed`."""
+        """Execute a tool call, and return its result. Raises `RerunFailed`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Toolbox:
-    """Provider of tool results: from the tool itself if it is marked read-only, else from the recording."""
+    """Source of tool results: a read-only tool is executed; the results of other tools are replayed from the
+    recording."""
 
     read_only: Collection[str]
     tools: ReadOnlyTools
     recording: Recording
 
     async def result(self, function: FunctionCall) -> str | None:
-        """Return the result of a call, or None if there is none for it."""
+        """Return the result of a tool call, or None if the tool is not read-only and the call was not recorded."""
         if function.name in self.read_only:
             return await self.tools.call(function)
         return self.recording.replay(function)
@@ -190,18 +191,18 @@ class Toolbox:
 
 @dataclass(frozen=True, slots=True)
 class Rerun:
-    """Result of letting one version answer a shadow's prompt again: how it ended, with the number of tokens."""
+    """Result of a rerun: how it ended, and the numbers of tokens and model calls."""
 
     ended: Ended
     tokens: int
     calls: int
-    """Calls of the model."""
+    """Number of model calls."""
 
 
 async def rerun(
     model_session: ModelSession, toolbox: Toolbox, version: str, prompt: Turn, bounds: RerunBounds
 ) -> Rerun:
-    """Answer the prompt of an opening turn with a version, with up to `bounds.steps_max` model calls.
+    """Let a version answer the prompt of an opening turn again, with at most `bounds.steps_max` model calls.
 
     Raises `RerunFailed`.
     """

@@ -1,6 +1,5 @@
-"""Takes prompts from the traffic while a rollout is in the shadow, and gets them answered in tasks of their own.
-Running tasks are in memory only.
-"""
+"""Chooses prompts from the traffic while a rollout is in the shadow, and lets both versions answer them in separate
+tasks. Which tasks are running is stored only in memory."""
 
 from __future__ import annotations
 
@@ -44,20 +43,20 @@ log = get_logger(__name__)
 _REASON_MAX = 200
 _TURNS_MAX = 256
 _ATTEMPTS = 3
-"""Attempts to answer a prompt before it is left out."""
+"""Number of attempts to answer a prompt, after which it is left out."""
 _MINUTE_MS = 60_000
 _PROMPT_TOKENS_MAX = 8192
-"""Tokens of a prompt beyond which it is left out."""
+"""Maximum tokens of a prompt. Longer prompts are left out."""
 
 
 class ShadowAnswers(Protocol):
-    """Interface of the sources of a shadow's answers: model calls, read-only tools, and logprobs."""
+    """Clients for the answers of a shadow: model calls, read-only tools, and logprobs."""
 
     @property
     def tools(self) -> ReadOnlyTools: ...
 
     def session(self, tenant: str, session_id: str, of: str) -> AbstractAsyncContextManager[ModelSession]:
-        """Context of a new session for a version's answers.
+        """Open a session in which a version answers a prompt.
 
         Args:
             session_id: id of the new session.
@@ -65,17 +64,17 @@ class ShadowAnswers(Protocol):
         """
 
     async def logprobs(self, version: str, answers: Sequence[ScorableAnswer]) -> list[list[float]] | None:
-        """Return the version's logprobs of the answers, or None if no replica can compute them. Raises
+        """Return the logprobs of the answers' tokens under `version`, or None if no replica can compute them. Raises
         `RerunFailed`."""
 
     async def stop(self) -> None: ...
 
 
 class ShadowRunner:
-    """Runner of all shadows: for each sampled prompt it lets both versions answer, and computes the metrics. Call
-    `tick` in each round of the registry.
+    """Runs the shadows of all models: both versions answer each chosen prompt, and the results are stored. Call `tick`
+    in each round of the registry.
 
-    After a crash, prompts in progress begin again as another attempt.
+    After a crash, prompts in progress are answered again in another attempt.
     """
 
     def __init__(
@@ -94,9 +93,9 @@ class ShadowRunner:
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     async def tick(self, model: str) -> None:
-        """Begin to answer the prompts of a model that are due, `shadow.concurrency` at a time.
+        """Begin to answer those prompts of a model that are due, at most `shadow.concurrency` at a time.
 
-        Raises errors that end the process.
+        Raises errors that must end the process.
         """
         self._reap()
         async with self._processor.database.transaction() as tx:
@@ -203,9 +202,9 @@ class ShadowRunner:
 
 
 class PromptSampler:
-    """Sampler that chooses prompts for shadows.
+    """Chooses prompts for shadows from the traffic.
 
-    `sample` is called with every turn, in the transaction that processes it.
+    `sample` must be called with each turn, in the transaction that processes the turn.
     """
 
     def __init__(self, lease: LeaderLease, settings: RolloutSettings) -> None:
@@ -213,7 +212,8 @@ class PromptSampler:
         self._settings = settings
 
     async def sample(self, tx: AsyncConnection, turn: Turn) -> None:
-        """Add the session of a turn as a prompt if it may be sampled. Of sessions that were added, store all turns."""
+        """If a turn begins a session that may be used, add the session as a prompt. Store the turn if its session is a
+        prompt."""
         phases = await prompts.in_shadow(tx, turn.model)
         if not phases:
             return
@@ -227,9 +227,8 @@ class PromptSampler:
                 await unit_store.add_event(tx, member, turn, EVENTS_PER_UNIT_MAX)
 
     def _may_be_sampled(self, turn: Turn) -> bool:
-        """Return whether a shadow may answer this turn's prompt again: it opens a user's session, its tenant has
-        agreed, and no other comparison uses the session.
-        """
+        """Return whether the turn's prompt may be used: it opens a user's session, its tenant has agreed, and no
+        rollout uses the session."""
         shadow = self._settings.shadow
         return (
             turn.purpose == "train"
@@ -243,8 +242,8 @@ class PromptSampler:
         )
 
     async def _needs_prompt(self, tx: AsyncConnection, phase: ShadowPhase) -> bool:
-        """Return whether the plan needs another prompt, within rate and cost. Prompts that were left out are
-        replaced."""
+        """Return whether the shadow needs another prompt now, within the limits on rate and tokens. Prompts that were
+        left out are replaced by others."""
         count, left_out, tokens = await prompts.prompt_totals(tx, phase.rollout_id)
         shadow = self._settings.shadow
         allowed = 1 + phase.observed_ms * shadow.prompts_per_minute / _MINUTE_MS

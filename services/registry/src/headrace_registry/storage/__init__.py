@@ -1,1 +1,1 @@
-"""Tables of the registry, and their reading and writing."""
+"""Tables of the registry, and functions that read and write them."""

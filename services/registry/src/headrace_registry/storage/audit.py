@@ -1,4 +1,4 @@
-"""The audit log: the requester, the action and the reason of each change. A row is written in the transaction of the
+"""Audit log: who requested each change, the action, and the reason. A row is written in the transaction of the
 change."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _WHO_LENGTH_MAX = 200
 
 @dataclass(frozen=True, slots=True)
 class Requester:
-    """Sender of a request. The key proves `principal`; the request itself gives the name `who`."""
+    """Sender of a request. `principal` is proved by the key of the request; `who` is the name that the request
+    states."""
 
     principal: str
     who: str
@@ -30,7 +31,7 @@ class Requester:
 
 @dataclass(frozen=True, slots=True)
 class AuditedAction:
-    """Change that a user requested, as the audit log stores it."""
+    """Requested change in the form in which the audit log stores it."""
 
     requester: Requester
     action: str
@@ -40,13 +41,13 @@ class AuditedAction:
 
 
 def requester(request: Request, common: Common) -> Requester:
-    """Return the sender of `request`. Its key has been checked already."""
+    """Return the sender of `request`, whose key must have been checked before."""
     principal = "internal" if common.security.internal_key.get_secret_value() else "open"
     return Requester(principal, printable(header_of(request, WHO_HEADER), _WHO_LENGTH_MAX))
 
 
 async def add_entry(tx: AsyncConnection, now: datetime, model: str, act: AuditedAction) -> None:
-    """Add an operator's action to the audit log, in the same transaction as the change."""
+    """Add a requested change to the audit log. Call it in the transaction of the change."""
     values = {
         "at_ms": epoch_ms(now),
         "principal": act.requester.principal,
@@ -63,7 +64,8 @@ async def add_entry(tx: AsyncConnection, now: datetime, model: str, act: Audited
 async def read_entries(
     tx: AsyncConnection, model: str | None, before: int | None, limit: int
 ) -> tuple[AuditEntry, ...]:
-    """Return up to `limit` entries with a number below `before`, the newest first."""
+    """Return up to `limit` entries with numbers below `before` (None for no bound), newest first, of one model or of
+    all."""
     query = select(AUDIT).order_by(AUDIT.c.id.desc()).limit(limit)
     if model is not None:
         query = query.where(AUDIT.c.model == model)

@@ -1,7 +1,7 @@
-"""Leader election by a lease in the database. Every transaction that writes checks the lease again.
+"""Leader election by a lease in the database. Each transaction that writes checks the lease.
 
-A leader that was paused and lost its lease therefore cannot write any more. A standby decides with its own monotonic
-clock whether the lease has run out: a row that has not changed for `lease_s` belongs to a dead leader. Clocks of two
+So a leader that was paused and has lost its lease cannot write any more. A standby finds out with its own monotonic
+clock whether the lease has expired: if the row has not changed for `lease_s`, the leader is dead. Clocks of two
 machines are never compared.
 """
 
@@ -28,14 +28,15 @@ _NAME = "leader"
 
 
 class LostLeadership(Unavailable):
-    """Another registry has become the leader. `LeaderLease.keep` ends this process.
+    """Raised if another registry has become the leader. `LeaderLease.keep` then ends this process.
 
-    The error is `Unavailable`, because the event at hand is valid: it is not processed, and never dead-lettered.
+    It is a subclass of `Unavailable`, because the event in progress is valid: it is not processed, but must not be
+    dead-lettered.
     """
 
 
 class LeaderLease:
-    """Lease in the database that one registry holds, which alone may write.
+    """Lease in the database. Only the registry that holds it may write.
 
     `acquire` waits for the lease, `keep` renews it, `check` fences a transaction, `release` gives it up.
     """
@@ -52,7 +53,8 @@ class LeaderLease:
         """When that row was first read in this state, by this process's monotonic clock."""
 
     async def acquire(self) -> None:
-        """Wait until this process is the leader. The lease of a dead process of this machine is taken at once."""
+        """Wait until this process holds the lease. The lease of a dead process on the same machine is taken over at
+        once."""
         LEADER.set(0)
         waited = False
         while not await self._acquire_once():
@@ -87,13 +89,14 @@ class LeaderLease:
                 log.warning("lease_not_renewed", error=str(error))
 
     async def check(self, tx: AsyncConnection) -> None:
-        """Lock the row of the lease for the rest of `tx`. Raises `LostLeadership` if this process does not hold it."""
+        """Lock the row of the lease until the end of `tx`, and check that this process holds it. Raises
+        `LostLeadership`."""
         query = select(LEASE.c.holder).where(LEASE.c.name == _NAME).with_for_update()
         if (await tx.execute(query)).scalar_one_or_none() != self.holder:
             raise self._lost()
 
     async def release(self) -> None:
-        """Let a standby take over at once. If this fails, the standby waits for `lease_s`."""
+        """Give the lease up, so that a standby takes over at once. If this fails, the standby waits for `lease_s`."""
         if self.acquired.is_set():
             self.acquired.clear()
             LEADER.set(0)
@@ -102,7 +105,7 @@ class LeaderLease:
                     await tx.execute(delete(LEASE).where(LEASE.c.name == _NAME, LEASE.c.holder == self.holder))
 
     async def _acquire_once(self) -> bool:
-        """Take the lease, unless another holder is alive. Return whether it was taken."""
+        """Take the lease, unless its holder is alive. Return whether this process holds it now."""
         now_s = self._clock.monotonic_s()
         async with self._database.transaction() as tx:
             row = await self._row(tx)
@@ -118,9 +121,9 @@ class LeaderLease:
         return False
 
     async def _renew(self) -> bool:
-        """Renew the lease.
+        """Renew the lease. Return whether it was renewed.
 
-        Return False if it was lost; it is not taken again, because another leader may have written since.
+        A lost lease is not taken again, because another leader may have written in the meantime.
         """
         async with self._database.transaction() as tx:
             row = await self._row(tx)
@@ -137,8 +140,8 @@ class LeaderLease:
     def _values(self, mark: int) -> dict[str, str | int]:
         """Return the columns of a renewed lease.
 
-        Other processes see a renewal by a changed mark (`expires_ms`), so each one changes it, even when the clock
-        stands still or was set back. The mark is a time because earlier releases compare it with their clock.
+        Other processes recognize a renewal by the changed column `expires_ms`. So each renewal increases it, even if
+        the clock stands still or was set back. It is a time only because earlier releases compare it with their clocks.
         """
         expires_ms = epoch_ms(self._clock.now() + timedelta(seconds=self._lease_s))
         return {"holder": self.holder, "expires_ms": max(mark + 1, expires_ms)}

@@ -1,4 +1,4 @@
-"""Rows of the tables as values."""
+"""Rows of the registry's tables as dataclasses."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ State = Literal["registered", "probing", "evaluating", "canary", "promoted", "he
 skipped when a newer version arrived; withdrawn when it, or a version that it descends from, was withdrawn."""
 
 Request = Literal["", "gate", "force"]
-"""Request of an operator: none, promotion through the gate, or promotion past the gate (never past the probe)."""
+"""Request of an operator: none, promotion after a passed gate, or promotion without the gate (the probe is always
+required)."""
 
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """One registered version. `number` is the order of arrival, `changed` the time when it entered its `state`."""
+    """Registered version. `number` is the order of registration, and `changed` the time at which it entered its
+    `state`."""
 
     number: int
     version: str
@@ -39,12 +41,12 @@ class VersionRecord:
     rollout: str | None = None
     """Kind and share that an operator requested, as `rollouts.settings.RequestedRollout` in JSON."""
     trained: bool = True
-    """Whether a trainer of this installation made it."""
+    """Whether a trainer of this installation published the version."""
     label: str | None = None
     served: bool = False
-    """Whether an operator requested that replicas load it."""
+    """Whether an operator requested that replicas load the version."""
     retired_at: datetime | None = None
-    """When it was retired, or None."""
+    """Time at which the version was retired, or None."""
     collected: bool = False
 
     @property
@@ -54,49 +56,47 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True)
 class AnchorState:
-    """Anchor of a model: the version that candidates are compared with besides the champion.
-
-    None: the champion itself.
-    """
+    """Anchor of a model: the version that candidates are compared with in addition to the champion."""
 
     anchor: str | None = None
-    """The last version that was shown to be better than the anchor before it."""
+    """The last version that was shown to be better than the anchor before it. None means that the champion is the
+    anchor."""
     trials: int = 0
-    """Number of versions that were compared with this anchor: the size of the family so far."""
+    """Number of versions so far that were compared with this anchor."""
     lead: str | None = None
     """The champion's evidence that it is better than the anchor: `trial.SuccessionEvidence` as JSON."""
 
 
 CHAMPION_IS_ANCHOR = AnchorState()
-"""The champion is its own anchor, and no version was compared with it yet."""
+"""State in which the champion is its own anchor, and no version was compared with it yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelRecord:
-    """Roles of the versions of a model, its pin and pause, and the revision of the last published routing."""
+    """Row of a model: the versions with roles, pin and pause, and the last published routing."""
 
     model: str
     champion: str | None
     previous: str | None
     candidate: str | None
     pinned: str | None
-    """The one version that may be champion until it is unpinned."""
+    """Version to which the model is pinned; no other version can become champion. None if it is not pinned."""
     paused: bool
-    """Whether only versions that an operator requests may change roles."""
+    """Whether versions may become candidate or champion only if an operator requests them."""
     revision: int
     routing: str | None
     anchor: str | None
     trials: int
     lead: str | None
     family: int = 0
-    """Number of rollouts against the champion or its equals."""
+    """Number of rollouts so far against the champion or versions equal to it."""
 
     @property
     def anchor_state(self) -> AnchorState:
         return AnchorState(self.anchor, self.trials, self.lead)
 
     def may_change_roles(self, version: VersionRecord) -> bool:
-        """Return whether pin and pause allow `version` to become candidate and champion."""
+        """Return whether pin and pause of the model allow `version` to become candidate and champion."""
         if self.pinned is not None:
             return version.version == self.pinned and bool(version.request)
         return not self.paused or bool(version.request)
@@ -104,9 +104,7 @@ class ModelRecord:
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """Result of a candidate's trial: the opponents, whether it passed, and the resulting anchor (the version that
-    candidates must not fall behind).
-    """
+    """Result of a candidate's trial: the opponents, whether it passed, and the anchor after the trial."""
 
     champion: str | None
     anchor: str | None
@@ -118,21 +116,21 @@ class TrialResult:
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """Data from the database by which the next action for a model is chosen."""
+    """Data of a model from the database, by which its next action is chosen."""
 
     model: ModelRecord
     versions: Mapping[str, VersionRecord]
-    """By name: versions with a role, waiting versions, and the bases of both."""
+    """Versions by name: those with a role, those that wait, and the bases of both."""
     waiting: tuple[VersionRecord, ...]
-    """Versions in state `registered`, in the order of arrival."""
+    """Versions in state `registered`, in the order of registration."""
     trial_result: TrialResult | None
-    """Result of the candidate's trial by the present gate."""
+    """Result of the candidate's trial by the present gate program, or None."""
     audited: frozenset[str]
-    """Versions among champion, previous and candidate with a score on the audit tasks of the present gate."""
+    """Those of champion, previous and candidate that have a score on the audit tasks of the present gate program."""
     under_way: int = 0
-    """Number of rollouts under way."""
+    """Number of rollouts in progress."""
     slots: int | None = None
-    """Number of rollouts that may be under way together while the present ones last, or None without any."""
+    """Maximum number of concurrent rollouts while the present ones are in progress; None if there are none."""
     rollouts_last_hour: int = 0
     """Number of rollouts that began within the last hour."""
 

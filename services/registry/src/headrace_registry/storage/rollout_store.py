@@ -1,4 +1,4 @@
-"""Reads rollouts from the database, as rows and as the state of the state machine."""
+"""Functions that read rollouts from the database, as rows and as the state of the state machine."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _HOUR = timedelta(hours=1)
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
-    """One row of the table of rollouts.
+    """Row of a rollout.
 
-    `observed_ms` is the rollout's own clock: it runs while its sessions are read, in whichever process.
+    `observed_ms` is the rollout's own clock. It advances only while its sessions are read, in any process.
     """
 
     number_id: int
@@ -50,17 +50,17 @@ class RolloutRecord:
     observed_ms: int
     stage_observed_ms: int
     turns: int
-    """Turns of the model that the split has drawn since the rollout began."""
+    """Number of the model's turns since the rollout began that the traffic split has assigned."""
     turns_exposed: int
-    """Turns among these that the candidate answered."""
+    """Number of these turns that the candidate answered."""
     own_share: Fraction | None
-    """Share from an adaptive split, where it is less than that of the stage."""
+    """Share that an adaptive split has set, if it is below that of the stage; else None."""
     shadow: ShadowFindings
-    """Findings of its shadow, once that is over."""
+    """Findings of the rollout's shadow; empty before the shadow has ended."""
 
     @property
     def points(self) -> list[dict[str, object]]:
-        """Points of the rollout's chart, parsed from the column `chart`."""
+        """Points of the rollout's chart, parsed from the JSON in `chart`."""
         points: list[dict[str, object]] = json.loads(self.chart)
         return points
 
@@ -70,32 +70,32 @@ class RolloutRecord:
 
     @property
     def share(self) -> Fraction:
-        """Candidate's share of all users or sessions (units) while the rollout is in progress."""
+        """Share of all units (users or sessions) that the candidate gets while the rollout is in progress."""
         return self.stage_share if self.own_share is None else min(self.own_share, self.stage_share)
 
     @property
     def stage_share(self) -> Fraction:
-        """Share of all users or sessions (units) that the present stage gives the candidate."""
+        """Share of all units (users or sessions) that the present stage of the plan gives to the candidate."""
         return min(self.plan.stages[self.stage].share, Fraction(1, self.slots + 1))
 
     @property
     def exposure(self) -> float:
-        """Share of the turns since the rollout began that the candidate answered."""
+        """Fraction of the model's turns since the rollout began that the candidate answered."""
         return self.turns_exposed / self.turns if self.turns else 0.0
 
     @property
     def now(self) -> datetime:
-        """Present time by the rollout's own clock, which runs only while traffic is read."""
+        """Present time by the rollout's own clock, which advances only while traffic is read."""
         return self.began + timedelta(milliseconds=self.observed_ms)
 
     def rollout(self) -> Rollout:
-        """Convert the record to the form of `state_machine`, with times of the rollout's own clock."""
+        """Convert the row to the form that `state_machine` uses. Its times are those of the rollout's own clock."""
         changed = self.began + timedelta(milliseconds=self.stage_observed_ms)
         return Rollout(self.version, self.phase, self.stage, self.slot, self.number, self.began, changed)
 
 
 async def rollouts_under_way(tx: AsyncConnection, model: str | None = None) -> list[RolloutRecord]:
-    """Return the rollouts in progress, of one model or of all, the oldest first."""
+    """Return the rollouts in progress of one model, or of all models for None, oldest first."""
     query = select(ROLLOUTS).where(ROLLOUTS.c.phase.in_(UNDER_WAY)).order_by(ROLLOUTS.c.number_id)
     if model is not None:
         query = query.where(ROLLOUTS.c.model == model)
@@ -103,13 +103,13 @@ async def rollouts_under_way(tx: AsyncConnection, model: str | None = None) -> l
 
 
 async def load_rollout(tx: AsyncConnection, rollout_id: str) -> RolloutRecord | None:
-    """Return the rollout with that id, or None."""
+    """Return the rollout with this id, or None."""
     row = (await tx.execute(select(ROLLOUTS).where(ROLLOUTS.c.rollout_id == rollout_id))).mappings().one_or_none()
     return _record(row) if row else None
 
 
 async def newest_rollouts(tx: AsyncConnection, model: str | None, limit: int) -> list[RolloutRecord]:
-    """Return up to `limit` rollouts, the newest first."""
+    """Return up to `limit` rollouts of one model, or of all models for None, newest first."""
     query = select(ROLLOUTS).order_by(ROLLOUTS.c.number_id.desc()).limit(limit)
     if model is not None:
         query = query.where(ROLLOUTS.c.model == model)
@@ -117,13 +117,14 @@ async def newest_rollouts(tx: AsyncConnection, model: str | None, limit: int) ->
 
 
 async def count_recent_rollouts(tx: AsyncConnection, model: str, now: datetime) -> int:
-    """Return the number of rollouts that began within the last hour."""
+    """Return the number of the model's rollouts that began within the last hour."""
     query = select(func.count()).where(ROLLOUTS.c.model == model, ROLLOUTS.c.began_ms > epoch_ms(now - _HOUR))
     return (await tx.execute(query)).scalar_one()
 
 
 async def load_model_state(tx: AsyncConnection, model: ModelRecord) -> ModelRolloutState:
-    """Load the state of a model by which `state_machine` decides: the last rollout of each version, and all parents."""
+    """Return the state of a model for `state_machine`: the last rollout of each version, and the parents of all
+    versions."""
     assert model.champion
     parent_rows = await tx.execute(select(VERSIONS.c.version, VERSIONS.c.parent).where(VERSIONS.c.model == model.model))
     query = select(ROLLOUTS).where(ROLLOUTS.c.model == model.model).order_by(ROLLOUTS.c.number_id)

@@ -1,6 +1,4 @@
-"""Reads rows of the tables into records: models, versions, their aliases, tags and notes, and the versions that
-operators requested.
-"""
+"""Functions that read models and versions from the database, with their aliases, labels, tags, notes and decisions."""
 
 from __future__ import annotations
 
@@ -38,29 +36,29 @@ async def model_names(tx: AsyncConnection) -> list[str]:
 
 
 async def load_model(tx: AsyncConnection, name: str) -> ModelRecord | None:
-    """Return the model of that name, or None."""
+    """Return the model with this name, or None."""
     row = (await tx.execute(select(MODELS).where(MODELS.c.model == name))).mappings().one_or_none()
     return ModelRecord(**row) if row else None
 
 
 async def load_version(tx: AsyncConnection, name: str) -> VersionRecord | None:
-    """Return the version of that name, or None."""
+    """Return the version with this name, or None."""
     return (await _versions(tx, select(VERSIONS).where(VERSIONS.c.version == name))).get(name)
 
 
 async def all_versions(tx: AsyncConnection) -> list[VersionRecord]:
-    """Return all versions of all models in the order of arrival."""
+    """Return all versions of all models in the order of registration."""
     return list((await _versions(tx, select(VERSIONS).order_by(VERSIONS.c.number))).values())
 
 
 async def newest_versions(tx: AsyncConnection, name: str, limit: int) -> list[VersionRecord]:
-    """Return up to `limit` versions of a model, the newest first."""
+    """Return up to `limit` versions of a model, newest first."""
     query = select(VERSIONS).where(VERSIONS.c.model == name).order_by(VERSIONS.c.number.desc()).limit(limit)
     return list((await _versions(tx, query)).values())
 
 
 async def withdrawn_versions(tx: AsyncConnection, name: str, limit: int) -> list[str]:
-    """Return up to `limit` withdrawn versions of a model, the most recently withdrawn first."""
+    """Return up to `limit` withdrawn versions of a model, most recently withdrawn first."""
     query = (
         select(VERSIONS.c.version)
         .where(VERSIONS.c.model == name, VERSIONS.c.state == "withdrawn")
@@ -73,7 +71,8 @@ async def withdrawn_versions(tx: AsyncConnection, name: str, limit: int) -> list
 async def rollback_target(
     tx: AsyncConnection, model: str, champion: str | None, excluded: Iterable[str] = ()
 ) -> str | None:
-    """Return the last champion before `champion` that may serve again: neither withdrawn, retired nor `excluded`."""
+    """Return the latest former champion that can replace `champion`: it was not withdrawn or retired, and is not in
+    `excluded`. None if there is none."""
     skipped = {champion, *excluded}
     query = select(CHAMPIONS.c.version).where(CHAMPIONS.c.model == model).order_by(CHAMPIONS.c.id.desc())
     champions = [name for name in dict.fromkeys((await tx.execute(query)).scalars()) if name not in skipped]
@@ -91,7 +90,7 @@ async def children(tx: AsyncConnection, names: Iterable[str]) -> list[VersionRec
 
 
 async def ancestry(tx: AsyncConnection, name: str | None) -> set[str]:
-    """Return the names of a version and all its registered ancestors."""
+    """Return the names of a version and of all its registered ancestors."""
     line = select(VERSIONS.c.version, VERSIONS.c.parent).where(VERSIONS.c.version == name).cte(recursive=True)
     line = line.union(select(VERSIONS.c.version, VERSIONS.c.parent).join(line, VERSIONS.c.version == line.c.parent))
     return set((await tx.execute(select(line.c.version))).scalars())
@@ -105,12 +104,12 @@ async def load_view(
     *,
     now: datetime | None = None,
 ) -> ModelView:
-    """Load the data by which the next action for a model is chosen.
+    """Load the data of a model by which its next action is chosen.
 
-    A version without a trainer waits until an operator requests it.
+    A version that no trainer of this installation published is a candidate only if an operator requests it.
 
     Args:
-        requested: version that an operator requests; its base is loaded, too.
+        requested: version that an operator requests now. It and its base are part of the result.
         now: present time, by which recent rollouts are counted; None counts none.
     """
     query = select(VERSIONS).where(VERSIONS.c.model == record.model, VERSIONS.c.state == "registered")
@@ -153,7 +152,7 @@ async def _audited(tx: AsyncConnection, names: Iterable[str], gate_sha256: str) 
 
 
 async def decisions(tx: AsyncConnection, names: Iterable[str]) -> list[ModelEvent]:
-    """Return all decisions about some versions, the oldest first."""
+    """Return all decisions about the versions `names`, oldest first."""
     query = select(DECISIONS).where(DECISIONS.c.version.in_(list(names))).order_by(DECISIONS.c.id)
     return [_decision(row) for row in (await tx.execute(query)).mappings()]
 
@@ -208,7 +207,7 @@ def _decision(row: RowMapping) -> ModelEvent:
 
 
 async def require_model(tx: AsyncConnection, name: str) -> ModelRecord:
-    """Return the model, or raise `Refused` 404."""
+    """Return the model with this name. Raises `Refused` 404."""
     record = await load_model(tx, name)
     if record is None:
         raise Refused(404, "model_not_found", f"there is no model {name!r}", "model")
@@ -216,7 +215,7 @@ async def require_model(tx: AsyncConnection, name: str) -> ModelRecord:
 
 
 async def require_version(tx: AsyncConnection, record: ModelRecord, name: str) -> VersionRecord:
-    """Return the version of that model, or raise `Refused` 404."""
+    """Return the version of the model with this name. Raises `Refused` 404."""
     version_record = await load_version(tx, name)
     if version_record is None or version_record.model != record.model:
         raise Refused(404, "version_not_found", f"model {record.model!r} has no version {name!r}", "version")
@@ -224,7 +223,7 @@ async def require_version(tx: AsyncConnection, record: ModelRecord, name: str) -
 
 
 async def aliases(tx: AsyncConnection, model: str) -> dict[str, str]:
-    """Return the version that each alias of a model names."""
+    """Return the aliases of a model, each with the version that it names."""
     query = select(ALIASES.c.alias, ALIASES.c.version).where(ALIASES.c.model == model).order_by(ALIASES.c.alias)
     return dict((await tx.execute(query)).all())
 
@@ -242,7 +241,8 @@ async def version_with_label(tx: AsyncConnection, model: str, label: str) -> str
 
 
 async def routing_names(tx: AsyncConnection, model: str) -> dict[str, str]:
-    """Return the names in the routing and their versions: aliases, and labels of versions that may be served."""
+    """Return the names that the routing contains, each with its version: aliases, and labels of versions that may be
+    served."""
     conditions = and_(VERSIONS.c.model == model, VERSIONS.c.label.is_not(None), _may_be_served())
     query = select(VERSIONS.c.label, VERSIONS.c.version).where(conditions).order_by(VERSIONS.c.number.desc())
     labels = await tx.execute(query)
@@ -250,7 +250,8 @@ async def routing_names(tx: AsyncConnection, model: str) -> dict[str, str]:
 
 
 async def requested_versions(tx: AsyncConnection, model: str) -> list[str]:
-    """Return the versions of a model that an operator requested or an alias names, in the order of arrival."""
+    """Return the versions of a model whose serving an operator requested or that have an alias, in the order of
+    registration."""
     aliased = select(ALIASES.c.version).where(ALIASES.c.model == model)
     query = select(VERSIONS.c.version).where(VERSIONS.c.model == model, _may_be_served())
     query = query.where(or_(VERSIONS.c.served, VERSIONS.c.version.in_(aliased)))
@@ -258,20 +259,21 @@ async def requested_versions(tx: AsyncConnection, model: str) -> list[str]:
 
 
 async def all_requested_versions(tx: AsyncConnection) -> list[str]:
-    """Return the versions of all models that an operator requested or an alias names, in the order of arrival."""
+    """Return the versions of all models whose serving an operator requested or that have an alias, in the order of
+    registration."""
     aliased = select(ALIASES.c.version)
     query = select(VERSIONS.c.version).where(_may_be_served(), or_(VERSIONS.c.served, VERSIONS.c.version.in_(aliased)))
     return list((await tx.execute(query.order_by(VERSIONS.c.number))).scalars())
 
 
 async def untrained_versions(tx: AsyncConnection, model: str, limit: int) -> list[str]:
-    """Return up to `limit` versions of a model that no trainer of this installation made, the newest first."""
+    """Return up to `limit` versions of a model that no trainer of this installation published, newest first."""
     query = select(VERSIONS.c.version).where(VERSIONS.c.model == model, VERSIONS.c.trained.is_(False))
     return list((await tx.execute(query.order_by(VERSIONS.c.number.desc()).limit(limit))).scalars())
 
 
 async def has_trained_version(tx: AsyncConnection, model: str) -> bool:
-    """Return whether a trainer of this installation has made a version of this model."""
+    """Return whether a trainer of this installation has published a version of this model."""
     query = select(VERSIONS.c.number).where(VERSIONS.c.model == model, VERSIONS.c.trained).limit(1)
     return (await tx.execute(query)).first() is not None
 
@@ -286,7 +288,7 @@ async def tags(tx: AsyncConnection, versions: Iterable[str]) -> dict[str, tuple[
 
 
 async def notes(tx: AsyncConnection, version: str) -> tuple[Note, ...]:
-    """Return the notes of a version, the oldest first."""
+    """Return the notes of a version, oldest first."""
     query = select(NOTES).where(NOTES.c.version == version).order_by(NOTES.c.id).limit(NOTES_MAX)
     rows = (await tx.execute(query)).mappings()
     return tuple(Note(text=row["text"], who=row["who"], at=from_epoch_ms(row["at_ms"])) for row in rows)

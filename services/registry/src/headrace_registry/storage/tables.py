@@ -1,7 +1,7 @@
 """Tables of the registry.
 
-Versions, aliases, results of the gate, decisions, routings, the audit log and the leader's lease; and of rollouts their
-rules and phase, the units of their arms, their events, and the readings of them.
+They contain versions, aliases, results of the gate, decisions, routings, the audit log and the leader's lease, and for
+rollouts their rules and phases, the units of their arms, the events of these units, and metric values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MODELS = Table(
 CHAMPIONS = Table(
     "champions",
     METADATA,
-    Column("id", Id, primary_key=True, autoincrement=True),  # the order of their reigns
+    Column("id", Id, primary_key=True, autoincrement=True),  # the order in which they became champion
     Column("model", Text, nullable=False, index=True),
     Column("version", Text, nullable=False),
     Column("at_ms", BigInteger, nullable=False),
@@ -53,16 +53,16 @@ VERSIONS = Table(
     Column("tokenizer_sha256", Text, nullable=False),
     Column("template_sha256", Text, nullable=False),
     Column("state", Text, nullable=False),
-    Column("request", Text, nullable=False),  # what an operator asked for: "", "gate" or "force"
-    Column("rollout", Text),  # the kind and share that an operator asked for with it, as JSON
-    Column("replaced", Text),  # the champion that it took over from
+    Column("request", Text, nullable=False),  # request of an operator: "", "gate" or "force"
+    Column("rollout", Text),  # kind and share of the requested rollout, as JSON
+    Column("replaced", Text),  # the champion that it replaced
     Column("registered_ms", BigInteger, nullable=False),
-    Column("changed_ms", BigInteger, nullable=False),  # when it came into its state
-    Column("trained", Boolean, nullable=False, server_default=true()),  # by a trainer of ours
-    Column("label", Text),  # a name for this version alone
-    Column("served", Boolean, nullable=False, server_default=false()),  # an operator asked for it to be loaded
+    Column("changed_ms", BigInteger, nullable=False),  # time at which it entered its state
+    Column("trained", Boolean, nullable=False, server_default=true()),  # whether a trainer of ours published it
+    Column("label", Text),  # unique name of this version within its model
+    Column("served", Boolean, nullable=False, server_default=false()),  # an operator requested that replicas load it
     Column("retired_ms", BigInteger),  # it never serves again
-    Column("collected_ms", BigInteger),  # its files are gone, or about to go
+    Column("collected_ms", BigInteger),  # its files were deleted, or are being deleted
     Index("ix_versions_model_state", "model", "state"),
     Index("ix_versions_parent", "parent"),
     Index("ux_versions_label", "model", "label", unique=True),
@@ -100,8 +100,8 @@ AUDIT = Table(
     METADATA,
     Column("id", Id, primary_key=True, autoincrement=True),
     Column("at_ms", BigInteger, nullable=False),
-    Column("principal", Text, nullable=False),  # what authentication proves
-    Column("who", Text, nullable=False),  # the name that the requester gave
+    Column("principal", Text, nullable=False),  # identity that the key proves
+    Column("who", Text, nullable=False),  # name that the request states
     Column("action", Text, nullable=False),
     Column("model", Text, nullable=False, index=True),
     Column("version", Text),
@@ -141,7 +141,7 @@ DECISIONS = Table(
     Column("reason", Text),
     Column("statistics", Text, nullable=False),  # name to number, as JSON
     Column("at_ms", BigInteger, nullable=False),
-    Column("who", Text),  # the operator who asked for it
+    Column("who", Text),  # the operator who requested it
     Column("rollout", Text),  # RolloutStep as JSON
 )
 
@@ -169,19 +169,19 @@ ROLLOUTS = Table(
     Column("phase", Text, nullable=False),
     Column("stage", BigInteger, nullable=False),
     Column("slot", BigInteger, nullable=False),
-    Column("number", BigInteger, nullable=False),  # its place in the family
-    Column("reason", Text, nullable=False),  # of its last step
-    Column("statistics", Text, nullable=False),  # as last looked at, as JSON
+    Column("number", BigInteger, nullable=False),  # its number among rollouts against the same champion
+    Column("reason", Text, nullable=False),  # reason of its last step
+    Column("statistics", Text, nullable=False),  # statistics of its last evaluation, as JSON
     Column("chart", Text, nullable=False),  # points of the confidence sequences, as JSON
     Column("standing", Text, nullable=False),  # the gate's anchor if it becomes champion: records.Standing as JSON
     Column("began_ms", BigInteger, nullable=False),
-    Column("changed_ms", BigInteger, nullable=False),  # when it came into its phase and stage
-    Column("observed_ms", BigInteger, nullable=False),  # how long its sessions have been watched: its own clock
-    Column("stage_observed_ms", BigInteger, nullable=False),  # that clock when the stage began
+    Column("changed_ms", BigInteger, nullable=False),  # time at which it entered its phase and stage
+    Column("observed_ms", BigInteger, nullable=False),  # time for which its sessions were read: its own clock
+    Column("stage_observed_ms", BigInteger, nullable=False),  # value of this clock when the stage began
     Column("shadow", Text, nullable=False, server_default="{}"),  # shadow.findings.ShadowFindings as JSON
-    Column("turns", BigInteger, nullable=False, server_default="0"),  # drawn by the split while it went on
+    Column("turns", BigInteger, nullable=False, server_default="0"),  # turns that the split assigned since it began
     Column("turns_exposed", BigInteger, nullable=False, server_default="0"),  # those that the candidate answered
-    Column("share", Text),  # where an adaptive split gives it less than its stage has
+    Column("share", Text),  # share that an adaptive split has set, if below the stage's
     Index("ix_rollouts_model_phase", "model", "phase"),
 )
 
@@ -192,9 +192,9 @@ UNITS = Table(
     Column("unit", Text, primary_key=True),
     Column("candidate", Boolean, nullable=False),
     Column("enrolled_ms", BigInteger, nullable=False),  # by the rollout's clock
-    Column("looks", BigInteger, nullable=False),  # how many of the plan's readings were taken
-    Column("events", BigInteger, nullable=False),  # how many are stored; -1: the unit is closed
-    Column("event_bytes", BigInteger, nullable=False, server_default=text("0")),  # of all these together
+    Column("looks", BigInteger, nullable=False),  # number of ages at which its metrics were computed
+    Column("events", BigInteger, nullable=False),  # number of stored events; -1 if the unit is closed
+    Column("event_bytes", BigInteger, nullable=False, server_default=text("0")),  # bytes of these events
     Index("ix_rollout_units_due", "rollout_id", "looks", "enrolled_ms"),
 )
 
@@ -204,7 +204,7 @@ SESSIONS = Table(
     Column("rollout_id", Text, primary_key=True),
     Column("session_key", Text, primary_key=True, index=True),
     Column("unit", Text, nullable=False),
-    Column("tenant", Text),  # null for what earlier releases stored
+    Column("tenant", Text),  # null in rows of earlier releases
 )
 
 EVENTS = Table(
@@ -222,14 +222,14 @@ EVENTS = Table(
 READINGS = Table(
     "rollout_readings",
     METADATA,
-    Column("id", Id, primary_key=True, autoincrement=True),  # the order in which the statistics take them
+    Column("id", Id, primary_key=True, autoincrement=True),  # the order in which the tests add them
     Column("rollout_id", Text, nullable=False),
     Column("look", Text, nullable=False),
     Column("unit", Text, nullable=False),
     Column("candidate", Boolean, nullable=False),
     Column("enrolled_ms", BigInteger, nullable=False),
     Column("found", Text, nullable=False),  # metric to value, as JSON
-    Column("expected", Text, nullable=False, server_default="{}"),  # the same, as it was expected
+    Column("expected", Text, nullable=False, server_default="{}"),  # metric to expected value, as JSON
     Index("ix_rollout_readings_order", "rollout_id", "id"),
 )
 
@@ -238,18 +238,18 @@ PROMPTS = Table(
     METADATA,
     Column("id", Id, primary_key=True, autoincrement=True),
     Column("rollout_id", Text, nullable=False),
-    Column("place", BigInteger, nullable=False),  # the order in which they were taken, and are read
-    Column("session_key", Text, nullable=False),  # the user's
+    Column("place", BigInteger, nullable=False),  # the order in which they were chosen and are evaluated
+    Column("session_key", Text, nullable=False),  # session of the user
     Column("tenant", Text, nullable=False),
     Column("state", Text, nullable=False),
     Column("attempts", BigInteger, nullable=False),
     Column("sampled_ms", BigInteger, nullable=False),  # by the rollout's clock
     Column("answered_ms", BigInteger, nullable=False),
-    Column("tokens", BigInteger, nullable=False),  # of both answers and what they were answers to
+    Column("tokens", BigInteger, nullable=False),  # tokens of both answers and their prompts
     Column("ended", Text, nullable=False),  # how each answer ended, as JSON
     Column("log_weight", Float),
     Column("found", Text, nullable=False),  # shadow.reading.PromptReading as JSON
-    Column("reason", Text, nullable=False),  # why it was left out
+    Column("reason", Text, nullable=False),  # reason why it was left out
     Index("ux_rollout_prompts_place", "rollout_id", "place", unique=True),
     Index("ix_rollout_prompts_state", "rollout_id", "state", "place"),
 )

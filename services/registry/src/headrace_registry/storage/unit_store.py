@@ -1,4 +1,5 @@
-"""Rows about the units of rollouts: their arms, events and readings. All times are those of the rollout's own clock."""
+"""Tables of the units (users or sessions) of rollouts: their arms, events and metric values. All times are those of the
+rollout's own clock."""
 
 from __future__ import annotations
 
@@ -23,16 +24,14 @@ from headrace_schemas.rules.turn_history import TurnHistory
 from headrace_schemas.values.errors import InvalidEvent
 
 _UNIT_BYTES_MAX = 64 << 20
-"""Bytes of the events of one unit. A caller may send feedback of a megabyte as often as it likes."""
+"""Maximum bytes of the events of one unit, because a client may send feedback of a megabyte any number of times."""
 _READ_BYTES_MAX = 64 << 20
-"""Bytes of events from which on no further unit is read at once."""
+"""Number of bytes of events after which no further unit is loaded at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """Unit (a user or a session) of a rollout to which an event belongs, with the present time of the rollout's
-    clock.
-    """
+    """Unit of a rollout to which a session belongs, with the present time of the rollout's clock."""
 
     rollout_id: str
     unit: str
@@ -41,21 +40,21 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class DueUnit:
-    """A session or user whose metrics are to be read at an age, with the events about it up to that age."""
+    """Unit whose metrics must be computed at an age, with its events up to that age."""
 
     unit: Unit
     sessions: tuple[tuple[str, bytes], ...]
-    """Topic and value of each event, in the order in which they were read."""
+    """Topic and value of each event, in the order in which they were read from the bus."""
 
 
 async def advance_clocks(tx: AsyncConnection, milliseconds: int) -> None:
-    """Advance the clocks of all rollouts in progress to the time up to which all topics have been read."""
+    """Advance the clocks of all rollouts in progress by `milliseconds`."""
     later = {"observed_ms": ROLLOUTS.c.observed_ms + milliseconds}
     await tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.phase.in_(UNDER_WAY)).values(later))
 
 
 async def count_turns(tx: AsyncConnection, drawn: Mapping[str, int], answered: Mapping[tuple[str, str], int]) -> None:
-    """Add to the counts of turns of rollouts.
+    """Add numbers of turns to the counters of the rollouts in progress.
 
     Args:
         drawn: number of turns that the split has assigned, by model.
@@ -73,10 +72,10 @@ async def count_turns(tx: AsyncConnection, drawn: Mapping[str, int], answered: M
 async def enroll(
     tx: AsyncConnection, member: Membership, session_key: str, tenant: str, *, candidate: bool, window_ms: int
 ) -> bool:
-    """Add a session to its unit (a user or a session); a new unit becomes a member of its arm. Return whether the
+    """Add a session to its unit. A new unit is added to the arm of the candidate or the control. Return whether the
     session belongs to the unit.
 
-    Further sessions of a user belong to the unit until `window_ms` after the first one.
+    A session of a user belongs to the unit only if it begins within `window_ms` after the user's first session.
     """
     key = {"rollout_id": member.rollout_id, "unit": member.unit}
     new_unit = {"candidate": candidate, "enrolled_ms": member.now_ms, "looks": 0, "events": 0, "event_bytes": 0}
@@ -93,9 +92,7 @@ async def enroll(
 
 
 async def memberships(tx: AsyncConnection, session_key: str, tenant: str) -> list[Membership]:
-    """Return the rollouts in progress, with the units (users or sessions) in them, to which a session of a tenant
-    belongs.
-    """
+    """Return the units of rollouts in progress to which a session of a tenant belongs."""
     query = (
         select(SESSIONS.c.rollout_id, SESSIONS.c.unit, ROLLOUTS.c.observed_ms)
         .join(ROLLOUTS, ROLLOUTS.c.rollout_id == SESSIONS.c.rollout_id)
@@ -106,9 +103,8 @@ async def memberships(tx: AsyncConnection, session_key: str, tenant: str) -> lis
 
 
 async def add_event(tx: AsyncConnection, member: Membership, event: Event, events_max: int) -> bool:
-    """Store an event of a unit (a user or a session) for its metrics. Return False if the unit is closed, or has
-    `events_max` events already or so many bytes that it does not fit.
-    """
+    """Store an event of a unit. Return False if the unit is closed, or if the event would exceed `events_max` or the
+    maximum bytes."""
     value = event.to_json()
     key = {"rollout_id": member.rollout_id, "unit": member.unit}
     has_room = (UNITS.c.events < events_max, UNITS.c.event_bytes + len(value) <= _UNIT_BYTES_MAX)
@@ -124,12 +120,12 @@ async def add_event(tx: AsyncConnection, member: Membership, event: Event, event
 async def due_units(
     tx: AsyncConnection, rollout: RolloutRecord, readings_done: int, age_ms: int, limit: int
 ) -> tuple[list[DueUnit], bool]:
-    """Return the units whose metrics are to be read at an age, in the order of reading.
+    """Return the units whose metrics must be computed at an age, in the order in which they must be evaluated.
 
     Args:
-        readings_done: number of readings at earlier ages, which all of these units have had.
+        readings_done: number of earlier ages, at which the metrics of these units were computed before.
         age_ms: the age that the units have reached.
-        limit: largest number of units that are returned at once. Large units are returned in smaller numbers.
+        limit: maximum number of units that are returned. If the units are large, fewer are returned.
 
     Returns:
         The units, and whether there may be more of them.
@@ -168,9 +164,7 @@ async def due_units(
 async def add_readings(
     tx: AsyncConnection, rollout_id: str, age: ReadingAge, readings: Sequence[UnitReading], *, is_last: bool
 ) -> None:
-    """Append the metric values of units (users or sessions). If they were the last ones of a unit, delete its
-    events.
-    """
+    """Store metric values of units. After the last age, also delete the events of the units."""
     for reading in readings:
         unit = {"rollout_id": rollout_id, "unit": reading.unit.name}
         row = {
@@ -191,7 +185,8 @@ async def add_readings(
 async def readings(
     tx: AsyncConnection, rollout_id: str, after: int, limit: int
 ) -> list[tuple[int, ReadingAge, UnitReading]]:
-    """Return up to `limit` stored readings with a number above `after`, in their order."""
+    """Return up to `limit` stored metric values of units with numbers above `after`, each with its number and age, in
+    order."""
     query = select(READINGS).where(READINGS.c.rollout_id == rollout_id, READINGS.c.id > after)
     rows = (await tx.execute(query.order_by(READINGS.c.id).limit(limit))).mappings()
     return [
@@ -209,7 +204,7 @@ async def readings(
 
 
 async def clear_ended(tx: AsyncConnection, model: str, kept_max: int) -> bool:
-    """Delete a batch of rows that ended rollouts have left. Return whether there are more.
+    """Delete a batch of rows that ended rollouts do not need any more. Return whether there may be more.
 
     Args:
         kept_max: number of newest ended rollouts whose readings and prompts are kept.
@@ -231,7 +226,7 @@ async def clear_ended(tx: AsyncConnection, model: str, kept_max: int) -> bool:
 
 
 def session_records(events: Sequence[tuple[str, bytes]]) -> list[SessionRecord]:
-    """Group the events of a unit into records of its sessions."""
+    """Convert the events of a unit to one record for each of its sessions."""
     by_session: dict[str, list[Event]] = {}
     history = TurnHistory()
     for topic, value in events:

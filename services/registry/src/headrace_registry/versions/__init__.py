@@ -1,1 +1,1 @@
-"""Versions and their roles: registration, candidates, promotion, routing."""
+"""Versions and their roles: registration, choice of the candidate, promotion, and routing."""

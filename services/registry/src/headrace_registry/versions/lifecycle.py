@@ -1,10 +1,10 @@
-"""The next action for a model: a pure function of the database, the replicas and the gate.
+"""Choice of the next action for a model: a pure function of the database, the replicas and the gate.
 
-registered → (put into `serve`) probing → (probe passed everywhere) evaluating → (trial) promoted or rejected. Where
-rollouts are configured, a version that passed gets a share of the traffic instead of all of it
-(`rollouts.rollout_controller` continues from there), and the gate is free for the next version. The champion is then
-measured on the audit tasks: when no candidate can be tried, or beside a trial (`next_audit`). The model controller
-computes the next action after every change, so a process that dies continues where it was.
+registered → (listed in the routing's `serve`) probing → (probe passed on all live replicas) evaluating → (trial)
+promoted or rejected. If rollouts are configured, a version that has passed the trial gets a share of the traffic
+instead of all of it (`control.rollout_controller` continues from there), and the gate is free for the next version. The
+champion is measured on the audit tasks when no candidate can be tried, or during a trial (`next_audit`). The model
+controller chooses the next action after each change, so a process that was killed continues where it was.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from headrace_schemas import Replica
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Action: make a waiting version the candidate, so that replicas load it.
+    """Action that makes a waiting version the candidate, so that replicas load it.
 
-    `skipped` versions never become candidates.
+    The older versions in `skipped` will not become candidates.
     """
 
     version: str
@@ -31,7 +31,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Action: record that the candidate has passed its probe on every live replica."""
+    """Action that records that the candidate has passed its probe on each live replica."""
 
     version: str
     statistics: Mapping[str, float]
@@ -39,9 +39,8 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class RunTrial:
-    """Action of the registry: test a candidate against the champion and the anchor (the last version that was shown to
-    be better than its predecessor). An opponent that no replica can serve is left out.
-    """
+    """Action that starts a trial: the gate compares the candidate with the champion and the anchor. An opponent that no
+    replica can serve is None."""
 
     version: str
     champion: str | None
@@ -50,16 +49,15 @@ class RunTrial:
 
 @dataclass(frozen=True, slots=True)
 class RunAudit:
-    """Action of the registry: let a version play the audit tasks, held-out tasks by which progress is measured and on
-    which no decision depends.
-    """
+    """Action that lets a version play the audit tasks: held-out tasks that measure progress, and on which no decision
+    depends."""
 
     version: str
 
 
 @dataclass(frozen=True, slots=True)
 class Promote:
-    """Action: make the candidate the champion."""
+    """Action that makes the candidate the champion."""
 
     version: str
     reason: str
@@ -70,7 +68,7 @@ class Promote:
 
 @dataclass(frozen=True, slots=True)
 class BeginRollout:
-    """Action: begin a rollout of the candidate, which has passed the gate and must now prove itself on live traffic."""
+    """Action that begins a rollout of the candidate, which has passed the trial, on live traffic."""
 
     version: str
     reason: str
@@ -81,7 +79,7 @@ class BeginRollout:
 
 @dataclass(frozen=True, slots=True)
 class Reject:
-    """Action: reject a version, so that it gets no traffic."""
+    """Action that rejects a version, so that it serves no traffic."""
 
     version: str
     reason: str
@@ -92,16 +90,16 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Action: return the candidate to the waiting versions, because the model is pinned or paused."""
+    """Action that makes the candidate a waiting version again, because the model is pinned or paused."""
 
     version: str
 
 
 @dataclass(frozen=True, slots=True)
 class RollBack:
-    """Action: make the previous version the champion again.
+    """Action that makes the previous version the champion again.
 
-    No replica can serve the champion any more, and some replica can serve the previous version.
+    It is chosen if no replica can serve the champion any more, and a replica can serve the previous version.
     """
 
     reason: str
@@ -109,7 +107,7 @@ class RollBack:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Action: do nothing until the next change."""
+    """Action that does nothing until the next change."""
 
     reason: str = ""
 
@@ -119,31 +117,32 @@ Action = Adopt | Probed | RunTrial | RunAudit | Promote | BeginRollout | Reject 
 
 @dataclass(frozen=True, slots=True)
 class LifecycleInputs:
-    """Inputs for the choice of the next action, besides the database."""
+    """Data for the choice of the next action that are not in the database."""
 
     replicas: Sequence[Replica]
-    """The live replicas."""
+    """Replicas that are alive."""
     gate: bool
-    """Whether a gate is configured."""
+    """Whether a gate program is configured."""
     watching: bool
     """Whether live traffic is being read."""
     slots: int
-    """Number of rollouts that may be under way at a time."""
+    """Maximum number of concurrent rollouts."""
     per_hour_max: int
-    """Number of rollouts that may begin within an hour."""
+    """Maximum number of rollouts that may begin within an hour."""
     updates_min: int
-    """Number of versions that must wait before the newest of them becomes the candidate."""
+    """Number of waiting versions from which on the newest of them becomes the candidate."""
     minimum_score: float = 0.0
     probe_timed_out: bool = False
     """Whether live replicas have had `probe_timeout_s` to load and probe the candidate."""
     failures: Mapping[str, str] = field(default_factory=dict)
-    """Candidates with `gate.attempts` failed trials, with the reason."""
+    """Candidates whose trials have failed `gate.attempts` times, with the error."""
     unmeasured: Mapping[str, str] = field(default_factory=dict)
-    """Versions with `gate.attempts` failed audits, with the reason."""
+    """Versions whose audits have failed `gate.attempts` times, with the error."""
     rollouts: Mapping[str, bool] = field(default_factory=dict)
-    """For each version that an operator requested with a kind of rollout: whether it needs a rollout."""
+    """For each version for which an operator requested a kind of rollout, whether that kind needs a rollout on live
+    traffic."""
     rollouts_by_default: bool = False
-    """Whether all other versions need a rollout."""
+    """Whether all other versions need a rollout on live traffic."""
 
 
 def plan(view: ModelView, inputs: LifecycleInputs) -> Action:
@@ -172,7 +171,7 @@ def plan(view: ModelView, inputs: LifecycleInputs) -> Action:
 
 
 def _rollout_limit(view: ModelView, inputs: LifecycleInputs) -> str:
-    """Return the limit that lets no further rollout begin, as a text, or an empty string if one can."""
+    """Return the reason why no further rollout may begin now, or an empty string if one may."""
     if view.under_way >= (view.slots or inputs.slots):
         return f"{view.under_way} rollouts are under way"
     if inputs.rollouts_by_default and view.rollouts_last_hour >= inputs.per_hour_max:
@@ -181,9 +180,9 @@ def _rollout_limit(view: ModelView, inputs: LifecycleInputs) -> str:
 
 
 def _missing_updates(waiting: Sequence[VersionRecord], view: ModelView, inputs: LifecycleInputs) -> str:
-    """Return why the waiting versions are not tried yet, or an empty string if the newest is.
+    """Return the reason why no waiting version becomes the candidate yet, or an empty string if one does.
 
-    A version that an operator requested is tried at once, and so is any version of a model without a champion.
+    There is no such reason if an operator requested a waiting version, or if the model has no champion.
     """
     if len(waiting) >= inputs.updates_min or view.champion is None or any(version.request for version in waiting):
         return ""
@@ -191,7 +190,7 @@ def _missing_updates(waiting: Sequence[VersionRecord], view: ModelView, inputs: 
 
 
 def incompatibility(version: VersionRecord, view: ModelView) -> str | None:
-    """Return why `version` can never serve this model, or None if it can."""
+    """Return the reason why `version` can never serve this model, or None if it can."""
     if version.retired:
         return "it is retired; register its files again to bring it back"
     champion = view.champion
@@ -208,10 +207,11 @@ def incompatibility(version: VersionRecord, view: ModelView) -> str | None:
 
 
 def _choose_candidate(waiting: Sequence[VersionRecord], view: ModelView) -> Action:
-    """Return the action that makes a waiting version the candidate: one that an operator requested, or else the newest.
+    """Return the action that makes a waiting version the candidate: a version that an operator requested, else the
+    newest.
 
-    Older versions are skipped. A model without a champion starts with its earliest step, so that there is a baseline to
-    compare with.
+    Older versions are skipped. For a model without a champion, the version of the earliest step is chosen, so that
+    there is a baseline.
     """
     skipped: tuple[str, ...] = ()
     requested = [version for version in waiting if version.request]
@@ -264,9 +264,9 @@ def _decide(candidate: VersionRecord, view: ModelView, inputs: LifecycleInputs) 
 
 
 def _promote_or_roll_out(promotion: Promote, view: ModelView, inputs: LifecycleInputs) -> Action:
-    """Return `promotion`, or instead the begin of the rollout that must come before it.
+    """Return `promotion`, or the beginning of a rollout if the version must first prove itself on live traffic.
 
-    A rollout needs a champion to compare with.
+    A model without a champion needs no rollout, because there is nothing to compare with.
     """
     if view.champion is None or not inputs.rollouts.get(promotion.version, inputs.rollouts_by_default):
         return promotion
@@ -276,9 +276,9 @@ def _promote_or_roll_out(promotion: Promote, view: ModelView, inputs: LifecycleI
 
 
 def _start_trial(name: str, champion: str | None, view: ModelView, inputs: LifecycleInputs) -> Action:
-    """Return the action that starts the trial, against the opponents that some replica serves.
+    """Return the action that starts the trial, against those opponents that a replica serves.
 
-    An opponent that is still loading delays the trial; one that every replica refuses is left out.
+    While an opponent is still loading, the action is to wait. An opponent that all replicas refuse is left out.
     """
     opponents = [
         opponent
@@ -296,9 +296,9 @@ def _start_trial(name: str, champion: str | None, view: ModelView, inputs: Lifec
 
 
 def next_audit(view: ModelView, inputs: LifecycleInputs) -> RunAudit | None:
-    """Return the audit that may run now, also during a trial, or None if no version needs one.
+    """Return an audit that may run now, even during a trial, or None if no version needs one.
 
-    It measures the champion, or the champion before it if a trial or a promotion has overtaken its audit.
+    It is that of the champion, or of the previous version if a promotion has interrupted its audit.
     """
     for version in (view.champion, view.previous):
         if _is_unmeasured(version, view, inputs) and probe.served_by_any(version.version, inputs.replicas):
@@ -307,16 +307,16 @@ def next_audit(view: ModelView, inputs: LifecycleInputs) -> RunAudit | None:
 
 
 def _is_unmeasured(version: VersionRecord | None, view: ModelView, inputs: LifecycleInputs) -> TypeGuard[VersionRecord]:
-    """Return whether `version` still needs an audit. A version without a trainer is never audited."""
+    """Return whether `version` still needs an audit. Versions that no trainer of this installation published are never
+    audited."""
     if not inputs.gate or version is None or not version.trained or version.state == "withdrawn":
         return False
     return version.version not in view.audited and version.version not in inputs.unmeasured
 
 
 def _audit_or_wait(view: ModelView, inputs: LifecycleInputs) -> Action:
-    """Return the next action while no candidate waits for a trial: run the audit tasks with a served version that has
-    no audit score yet, else wait.
-    """
+    """Return the action while no candidate can be tried: an audit of a served version without an audit score, else to
+    wait."""
     audit = next_audit(view, inputs)
     if audit is not None:
         return audit

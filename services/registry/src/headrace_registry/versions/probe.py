@@ -1,4 +1,4 @@
-"""Result of a version's probe on the live replicas."""
+"""Evaluation of the probes of a version, from the heartbeats of replicas."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _REASONS_MAX = 5
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """Result of a probe over all live replicas.
+    """Result of a version's probes on all live replicas.
 
-    `passed`: every live replica reports the version ready with a passed probe. `failed`: one of them refuses it.
-    `pending`: the rest.
+    `passed`: each live replica reports the version as ready with a passed probe. `failed`: a live replica refuses it.
+    `pending`: otherwise.
     """
 
     state: Literal["passed", "pending", "failed"]
@@ -26,7 +26,7 @@ class ProbeResult:
 
 
 def live_replicas(replicas: Iterable[Replica], now: datetime) -> list[Replica]:
-    """Return the replicas with a heartbeat within its `ttl_s` that are not stopping."""
+    """Return the replicas whose last heartbeat is not older than its `ttl_s` and that are not stopping."""
     return [
         replica
         for replica in replicas
@@ -35,8 +35,7 @@ def live_replicas(replicas: Iterable[Replica], now: datetime) -> list[Replica]:
 
 
 def probe_result(version: str, replicas: Sequence[Replica], since: datetime | None = None) -> ProbeResult:
-    """Return the result for `version` from the heartbeats of live replicas. Heartbeats from before `since` are
-    ignored."""
+    """Return the result of the probes of `version` on live replicas. Heartbeats from before `since` are ignored."""
     if not replicas:
         return ProbeResult("pending", "no replica is alive")
     pending: list[str] = []
@@ -62,7 +61,7 @@ def probe_result(version: str, replicas: Sequence[Replica], since: datetime | No
 
 
 def served_by_any(version: str, replicas: Iterable[Replica]) -> bool:
-    """Return whether at least one replica has `version` ready and probed."""
+    """Return whether at least one of the replicas has `version` ready with a passed probe."""
     entries = (_loaded(replica, version) for replica in replicas)
     return any(
         entry is not None and entry.state == "ready" and entry.probe is not None and entry.probe.passed
@@ -71,14 +70,15 @@ def served_by_any(version: str, replicas: Iterable[Replica]) -> bool:
 
 
 def refused_by_all(version: str, replicas: Sequence[Replica]) -> str | None:
-    """Return the first replica's error if every replica has failed to serve `version`, else None."""
+    """Return the first replica's error if all replicas refuse `version`, else None."""
     entries = [_loaded(replica, version) for replica in replicas]
     errors = [_failure(loaded) if loaded else None for loaded in entries]
     return errors[0] if errors and all(errors) else None
 
 
 def unserved_reason(version: str, replicas: Sequence[Replica]) -> str | None:
-    """Return why no live replica serves `version`, with each replica's reason; None while some replica serves it."""
+    """Return the reason why no live replica serves `version`, which contains that of each replica; None if one serves
+    it."""
     if served_by_any(version, replicas):
         return None
     if not replicas:

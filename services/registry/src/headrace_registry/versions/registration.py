@@ -1,6 +1,6 @@
-"""Reads `checkpoints`, checks each new version and registers it.
+"""Reads the topic `checkpoints`, checks each new version, and registers it.
 
-There is no consumer group: the position is stored in the database with the effect.
+There is no consumer group. The position is stored in the database in the transaction that registers the version.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from headrace_schemas.values.blobs import Manifest
 
 
 class CheckpointHandler:
-    """Stream handler that registers versions that trainers published.
+    """Stream handler that registers the versions that trainers publish.
 
-    A version whose manifest does not match is rejected.
+    A version whose manifest does not match the checkpoint event is rejected.
     """
 
     def __init__(self, blobs: BlobStore, lease: LeaderLease) -> None:
@@ -38,10 +38,10 @@ class CheckpointHandler:
         self._lease = lease
 
     async def __call__(self, event: Checkpoint, handling: Handling) -> Sequence[Event]:
-        """Register the version of a checkpoint.
+        """Register the version that a checkpoint event announces.
 
         Raises:
-            Unavailable: the blob store is unavailable.
+            Unavailable: the blob store does not respond.
             LostLeadership: another registry has become the leader.
         """
         await self._lease.check(handling.tx)
@@ -76,9 +76,9 @@ _RECONNECT_S = 0.5
 
 
 class CheckpointReader:
-    """Reader that passes every checkpoint to the processor, at least once and in order.
+    """Reader of `checkpoints` that passes each record to the processor, at least once and in order.
 
-    `following` is set while it is connected.
+    The event `following` is set while it is connected to the bus.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class CheckpointReader:
         self.following = asyncio.Event()
 
     async def run(self) -> None:
-        """Read until cancelled. Reconnects after a bus failure. Raises when the processor stops retrying."""
+        """Read until cancelled, and reconnect after a failure of the bus. Raises if the processor stops retrying."""
         while True:
             reader = consumer(self._bus, "headrace-registry")
             try:
@@ -121,7 +121,8 @@ class CheckpointReader:
 
 
 class _BusAway(Exception):
-    """Raised while the topic does not exist. Unlike `Unavailable` from the processor, it requires a new connection."""
+    """Raised if the topic does not exist yet. It requires a new connection, in contrast to `Unavailable` from the
+    processor."""
 
 
 async def _poll(reader: AIOKafkaConsumer) -> list[Record]:

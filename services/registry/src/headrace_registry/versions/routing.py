@@ -1,6 +1,6 @@
-"""The routing table of a model, which is published as a whole whenever it changes.
+"""Routing of a model, which is computed from the database and published completely whenever it changes.
 
-`Reconciler` publishes a routing again that the bus lost or that a former leader overwrote.
+If the bus has lost a routing, or a former leader has overwritten it, `Reconciler` publishes it again.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from headrace_schemas import Arm, Event, Routing, ServedVersion, TrafficSplit
 from headrace_schemas.events.routing import Alias
 
 WITHDRAWN_MAX = 1024
-"""Largest number of withdrawn versions that a routing names, the most recent ones. The event's schema has this
+"""Maximum number of withdrawn versions in a routing, the most recent ones. The event's schema has this
 bound."""
 
 
 async def publish(tx: AsyncConnection, now: datetime, name: str) -> Sequence[Routing]:
-    """Return the model's routing as an event if it differs from the last published one, with the next revision."""
+    """Compute the model's routing. If it differs from the one that was published last, store it with the next revision,
+    and return it as the event to publish."""
     record = await store.load_model(tx, name)
     assert record is not None
     routing = await _current_routing(tx, now, record)
@@ -40,7 +41,8 @@ async def publish(tx: AsyncConnection, now: datetime, name: str) -> Sequence[Rou
 
 
 async def publish_again(tx: AsyncConnection, now: datetime, name: str, revision_seen: int) -> Sequence[Routing]:
-    """Return the last published routing as an event, with a revision above the one that was seen on the bus."""
+    """Store and return the routing that was published last, with a revision above `revision_seen`, the revision on the
+    bus."""
     record = await store.load_model(tx, name)
     if record is None or record.routing is None:
         return ()
@@ -50,7 +52,7 @@ async def publish_again(tx: AsyncConnection, now: datetime, name: str, revision_
 
 
 def last_published(record: ModelRecord) -> Routing | None:
-    """Return the routing that was published last, or None."""
+    """Return the routing of a model that was published last, or None."""
     return Routing.from_stored(record.routing.encode()) if record.routing else None
 
 
@@ -85,7 +87,7 @@ async def _current_routing(tx: AsyncConnection, now: datetime, record: ModelReco
 
 
 def _split(under_way: Sequence[RolloutRecord]) -> TrafficSplit | None:
-    """Return the traffic split among the candidates that get users, or None."""
+    """Return the traffic split among the candidates that serve users, or None if there are none."""
     canaries = [rollout for rollout in under_way if rollout.phase == "canary"]
     if not canaries:
         return None
@@ -98,7 +100,7 @@ def _split(under_way: Sequence[RolloutRecord]) -> TrafficSplit | None:
 
 
 async def _serve(tx: AsyncConnection, record: ModelRecord, under_way: Sequence[str]) -> tuple[ServedVersion, ...]:
-    """Return the versions that replicas must load: those with a role, in a rollout or requested.
+    """Return the versions that replicas must load: those with a role, in a rollout, or requested by an operator.
 
     The base of an adapter precedes it.
     """
@@ -130,13 +132,13 @@ log = get_logger(__name__)
 
 
 GRACE_S = 5.0
-"""Seconds for which the bus may have another routing than the database before it is published again."""
+"""Seconds for which the routing on the bus may differ from the database before it is published again."""
 
 
 class Reconciler:
-    """Comparison of the routings on the bus with those in the database.
+    """Compares the routings on the bus with those in the database.
 
-    It publishes a routing again if the bus has differed for longer than `grace_s`.
+    If the routing of a model differs for longer than `grace_s`, it is published again.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class Reconciler:
         self._differs_since: dict[str, float] = {}
 
     async def tick(self) -> None:
-        """Publish overdue routings again, with a revision above the one on the bus."""
+        """Publish the routings again that have differed for too long, with a revision above the one on the bus."""
         await self._processor.step(self._work)
 
     async def _work(self, tx: AsyncConnection, now: datetime) -> Sequence[Event]:

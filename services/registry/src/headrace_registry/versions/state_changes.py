@@ -1,8 +1,8 @@
-"""Primitive changes of versions, roles and decisions, which run in the caller's transaction and collect its events.
+"""Elementary changes of versions, roles and decisions. They run in the caller's transaction and collect its events.
 
-Code that moves an alias (the model controller, a page of an operator, a rollback) need not handle rollouts:
-`end_stale_rollouts` ends those that contradict the new roles, in the transaction of that change. A candidate whose
-control is no longer the champion has no comparison any more, and a withdrawn candidate is out.
+Code that changes roles (the model controller, a request of an operator, a rollback) need not handle rollouts:
+`end_stale_rollouts` ends those that contradict the new roles, in the same transaction. Examples are a candidate whose
+control is not the champion any more, and a candidate that was withdrawn.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _NAME_LENGTH_MAX = 512
 
 
 class StateChanges:
-    """Changes of versions, roles and decisions within one transaction.
+    """Elementary changes within one transaction.
 
-    `events` must be published after the commit. `operator` requested the changes, or is None for decisions of the
-    registry itself.
+    `events` must be published after the commit. `operator` is the name of the operator who requested the changes, or
+    None for decisions of the registry itself.
     """
 
     def __init__(self, tx: AsyncConnection, now: datetime, operator: str | None = None) -> None:
@@ -48,7 +48,7 @@ class StateChanges:
         self.events: list[Event] = []
 
     def mark_changed(self, model: str) -> None:
-        """Record that the routing of the model may have changed."""
+        """Record that the routing of the model may have to be published again."""
         self._changed_models.add(model)
 
     async def set_state(self, version: str, state: State, **values: str | None) -> None:
@@ -75,7 +75,7 @@ class StateChanges:
         previous: str | None = None,
         step: RolloutStep | None = None,
     ) -> None:
-        """Store a decision and publish it as a `ModelEvent`."""
+        """Store a decision about a version, and add it as a `ModelEvent` to the events."""
         event = ModelEvent(
             time=self.now,
             decision_id=str(uuid7(epoch_ms(self.now))),
@@ -98,7 +98,7 @@ class StateChanges:
 
 
 def _bounded(statistics: Mapping[str, float]) -> dict[str, float]:
-    """Return the first finite statistics that fit into an event. The names of all others are logged."""
+    """Return as many finite statistics as an event can contain, in order. The names of the others are logged."""
     finite = {name[:_NAME_LENGTH_MAX]: value for name, value in statistics.items() if math.isfinite(value)}
     bounded = dict(itertools.islice(finite.items(), STATISTICS_MAX))
     if len(bounded) < len(statistics):
@@ -108,10 +108,10 @@ def _bounded(statistics: Mapping[str, float]) -> dict[str, float]:
 
 
 async def end_stale_rollouts(changes: StateChanges, name: str) -> None:
-    """End the rollouts of a model that its present roles and states contradict.
+    """End the rollouts of a model that contradict the present roles and states of its versions.
 
-    These are rollouts of a version that was promoted, withdrawn or requested again, or whose control is no longer the
-    champion. The caller must call it before it publishes the routing.
+    These are rollouts of a version that was promoted, withdrawn or requested again, and those whose control is not the
+    champion any more. Call it before the routing is published.
     """
     model = await store.load_model(changes.tx, name)
     assert model is not None
@@ -135,9 +135,7 @@ async def end_stale_rollouts(changes: StateChanges, name: str) -> None:
 async def hold(
     changes: StateChanges, rollout: RolloutRecord, reason: str, statistics: dict[str, float] | None = None
 ) -> None:
-    """End a rollout without a promotion and without a rollback: the candidate gets no more traffic, but is not
-    withdrawn.
-    """
+    """End a rollout without a promotion or a rollback: the candidate gets no more traffic, but is not withdrawn."""
     await end(changes, rollout, "hold", reason)
     await changes.set_state(rollout.version, "held", request="", rollout=None)
     step = RolloutStep(rollout_id=rollout.rollout_id, kind="hold", stage=rollout.stage, share="0")
@@ -146,6 +144,6 @@ async def hold(
 
 
 async def end(changes: StateChanges, rollout: RolloutRecord, phase: str, reason: str) -> None:
-    """Store the final phase of a rollout, for example that it was promoted or rolled back, with the reason."""
+    """Store the last phase of a rollout, for example `succeeded` or `rolled_back`, and the reason."""
     values = {"phase": phase, "reason": reason, "changed_ms": epoch_ms(changes.now)}
     await changes.tx.execute(update(ROLLOUTS).where(ROLLOUTS.c.rollout_id == rollout.rollout_id).values(values))

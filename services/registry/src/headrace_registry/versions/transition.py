@@ -1,4 +1,4 @@
-"""Transitions of the registry's state, which run in the caller's transaction and collect the events to publish."""
+"""State transitions of models and versions. They run in the caller's transaction and collect the events to publish."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ from headrace_schemas.values.blobs import Manifest
 
 
 class Transition(StateChanges):
-    """State transitions of models and versions, such as promotions and rejections, within one database transaction.
+    """State transitions of models and versions, such as promotion and rejection, within one transaction.
 
-    `finish` returns the events to publish, with new routings for changed models.
+    Call `finish` last. It returns the events to publish, including new routings of changed models.
     """
 
     async def finish(self) -> list[Event]:
-        """End the rollouts that the changes contradict, and return all events that this transaction must publish."""
+        """End the rollouts that the changes contradict, compute new routings, and return all events to publish after
+        the commit."""
         for model in sorted(self._changed_models):
             await state_changes.end_stale_rollouts(self, model)
             self.events += await routing.publish(self.tx, self.now, model)
@@ -50,10 +51,10 @@ class Transition(StateChanges):
         trained: bool = True,
         label: str | None = None,
     ) -> None:
-        """Add a version. A version that is already registered stays as it is.
+        """Register a version, unless it is already registered.
 
         Args:
-            problem: reason for which it is rejected at once; None if it is valid.
+            problem: reason why the version must be rejected at once; None for a valid version.
         """
         if await store.load_version(self.tx, checkpoint.version) is not None:
             return
@@ -92,7 +93,7 @@ class Transition(StateChanges):
             self.mark_changed(checkpoint.model)
 
     async def adopt(self, model: ModelRecord, version: str, skipped: tuple[str, ...]) -> None:
-        """Make `version` the candidate, and mark the `skipped` versions."""
+        """Make `version` the candidate of the model, and set the state of the `skipped` versions."""
         for name in skipped:
             await self.set_state(name, "skipped")
             await self.record_decision(
@@ -102,25 +103,26 @@ class Transition(StateChanges):
         await self.set_roles(model, candidate=version)
 
     async def mark_probed(self, model: ModelRecord, version: str, statistics: Mapping[str, float]) -> None:
-        """Record that the candidate passed its probe on every live replica."""
+        """Record that the candidate has passed its probe on each live replica."""
         await self.set_state(version, "evaluating")
         await self.record_decision(model.model, version, "probed", statistics=statistics, previous=model.champion)
 
     async def record_audit(
         self, version: VersionRecord, gate_sha256: str, scores: Mapping[str, float], statistics: Mapping[str, float]
     ) -> None:
-        """Record the result of an audit. It replaces the scores of another gate or an earlier run."""
+        """Store the result of a version's audit. It replaces earlier scores of the version."""
         values = {"gate_sha256": gate_sha256, "scores": json.dumps(scores), "at_ms": epoch_ms(self.now)}
         await upsert(self.tx, EVALUATIONS, {"version": version.version}, values)
         await self.record_decision(version.model, version.version, "evaluated", statistics=statistics)
 
     async def begin_trial(self, model: ModelRecord) -> int:
-        """Return the number of the next trial against the model's anchor. Each call uses up a number."""
+        """Return the number of the next trial against the model's anchor. The number is used up even if the trial
+        fails."""
         await self.tx.execute(update(MODELS).where(MODELS.c.model == model.model).values(trials=model.trials + 1))
         return model.trials + 1
 
     async def record_trial_result(self, version: str, gate_sha256: str, result: TrialResult) -> None:
-        """Store the result of a trial. `promote` and `reject` delete it, so that it counts only once."""
+        """Store the result of a trial. `promote` and `reject` delete it, so that it is used only once."""
         fields = asdict(result)
         fields["standing"] = fields.pop("anchor_state")  # the name in the database
         values = {"gate_sha256": gate_sha256, "verdict": json.dumps(fields), "at_ms": epoch_ms(self.now)}
@@ -135,7 +137,7 @@ class Transition(StateChanges):
         anchor_state: AnchorState = CHAMPION_IS_ANCHOR,
         step: RolloutStep | None = None,
     ) -> None:
-        """Make the version the champion. The former champion becomes `previous`."""
+        """Make a version the champion. The former champion gets the role `previous`."""
         await self.delete_trial_result(version)
         await self.set_state(version, "promoted", request="", replaced=model.champion, rollout=None)
         reign = {"model": model.model, "version": version, "at_ms": epoch_ms(self.now)}
@@ -154,9 +156,8 @@ class Transition(StateChanges):
         statistics: Mapping[str, float],
         anchor_state: AnchorState | None = None,
     ) -> None:
-        """Record that the gate has rejected a version, so that it gets no traffic. A version that is `previous` (the
-        champion before the present one) keeps that role.
-        """
+        """Record that the gate has rejected a version, so that it serves no traffic. If it has the role `previous`, it
+        keeps that role."""
         await self.delete_trial_result(version)
         if anchor_state is not None:
             await self.set_roles(model, **asdict(anchor_state))
@@ -167,9 +168,10 @@ class Transition(StateChanges):
         await self.record_decision(model.model, version, "rejected", reason, statistics, model.champion)
 
     async def roll_back(self, model: ModelRecord, reason: str) -> None:
-        """Make `previous` the champion again, and withdraw the old champion with its descendants.
+        """Make the version with the role `previous` the champion again, and withdraw the present champion with its
+        descendants.
 
-        The last champion before `previous` that may serve becomes `previous`.
+        The role `previous` is given to the latest earlier champion that may be served.
         """
         assert model.champion
         assert model.previous
@@ -201,9 +203,9 @@ class Transition(StateChanges):
         statistics: Mapping[str, float] | None = None,
         step: RolloutStep | None = None,
     ) -> None:
-        """Route no more turns to this version and its descendants. It must not be the champion.
+        """Withdraw a version, which must not be the champion, and its descendants, so that they serve no traffic.
 
-        If the champion descends from it, the champion stays, with its ancestors and their children.
+        If the champion is a descendant, then the champion, its ancestors and their children are not withdrawn.
         """
         assert version != model.champion
         await self.set_state(version, "withdrawn", request="")
@@ -217,14 +219,14 @@ class Transition(StateChanges):
         await self.set_roles(model, **roles, **anchor_state)
 
     async def clear_roles(self, model: ModelRecord) -> None:
-        """Remove all roles of a model, so that none of its versions serves any more."""
+        """Remove all roles of a model, so that no version serves its traffic any more."""
         if model.candidate:
             await self.set_state(model.candidate, "registered", request="")
         roles = dict.fromkeys(("champion", "previous", "candidate", "pinned"))
         await self.set_roles(model, **roles, **asdict(CHAMPION_IS_ANCHOR))
 
     async def release(self, model: ModelRecord, version: str) -> None:
-        """Take a version back from the role of candidate, without a decision, so that it waits for a trial again."""
+        """Make the candidate a waiting version again, without a decision about it."""
         await self.set_state(version, "registered")
         await self.set_roles(model, candidate=None)
 
@@ -241,16 +243,17 @@ class Transition(StateChanges):
         self.mark_changed(model.model)
 
     async def _forget_champions_after(self, model: str, until: str) -> None:
-        """Remove from the model's history all champions after the last time that the version `until` was champion."""
+        """Delete, from the history of champions, those after the last time at which the version `until` was
+        champion."""
         last_reign = select(func.max(CHAMPIONS.c.id)).where(CHAMPIONS.c.model == model, CHAMPIONS.c.version == until)
         last_id = (await self.tx.execute(last_reign)).scalar_one_or_none()
         if last_id is not None:
             await self.tx.execute(delete(CHAMPIONS).where(CHAMPIONS.c.model == model, CHAMPIONS.c.id > last_id))
 
     async def _withdraw_descendants(self, version: str, champion: str | None) -> list[str]:
-        """Withdraw all descendants of `version`, and return their names.
+        """Withdraw the descendants of `version`, and return their names.
 
-        The champion, its ancestors and their children stay.
+        The champion, its ancestors and their children are not withdrawn.
         """
         kept_versions = await store.ancestry(self.tx, champion)
         barred: list[str] = []
@@ -271,7 +274,7 @@ class Transition(StateChanges):
         return barred
 
     async def request(self, version: VersionRecord, request: Request, rollout: str | None = None) -> None:
-        """Store an operator's request to promote a version, which thereby becomes the next candidate."""
+        """Store an operator's request to promote a version, by which it becomes the next candidate."""
         request_values = {"request": request, "rollout": rollout}
         if version.state in ("probing", "evaluating"):
             statement = update(VERSIONS).where(VERSIONS.c.version == version.version).values(request_values)
