@@ -1,4 +1,4 @@
-"""Headrace makes an agent get better from its own traffic.
+"""Client library of Headrace, which trains an agent's model on the agent's own traffic.
 
 from headrace import Client
 from openai import OpenAI

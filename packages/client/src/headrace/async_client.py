@@ -129,7 +129,8 @@ class AsyncSession:
         return feedback_id
 
     async def end(self) -> None:
-        """End the session. Further calls have no effect. A session that is never ended expires after some idle time."""
+        """End the session. Further calls have no effect. If a session is never ended, the collector ends it after some
+        idle time."""
         if not self._ended:
             await self._client._post(self._identity.end_path())
             self._ended = True

@@ -1,4 +1,4 @@
-"""Event loops in background threads, and coroutines for synchronous callers."""
+"""Event loops in background threads, by which synchronous callers can run coroutines."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class LoopThread:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result()
 
     def close(self) -> None:
-        """Stop the loop. Coroutines that are not awaited are abandoned, and blocked threads end with their
-        functions."""
+        """Stop the event loop and wait for its thread. Unfinished coroutines are abandoned; threads of blocking
+        functions end when their functions return."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(_END_S)
         if not self.loop.is_running():

@@ -79,7 +79,8 @@ class Client:
         return FeedbackId.of(body, self._post("/v1/feedback", body))
 
     def trajectory(self, session_id: str, *, bus: str = "127.0.0.1:9092", timeout_s: float = 30.0) -> Trajectory:
-        """Return the newest trajectory of an ended session from the bus. Needs the extra `headrace-client[topics]`."""
+        """Return the newest trajectory of an ended session, read from the bus. Needs the extra
+        `headrace-client[topics]`."""
         from headrace.following import newest_trajectory
 
         return newest_trajectory(bus, session_id, timeout_s=timeout_s)
@@ -98,7 +99,7 @@ class Client:
 
 
 class Session:
-    """One run of an agent. Leaving its `with` block ends the session, also if the block raised."""
+    """Session of an agent with the gateway. Leaving its `with` block ends the session, also if the block raised."""
 
     def __init__(self, client: Client, identity: Identity) -> None:
         self._client = client
@@ -122,7 +123,8 @@ class Session:
         return feedback_id
 
     def end(self) -> None:
-        """End the session. Further calls have no effect. A session that is never ended expires after some idle time."""
+        """End the session. Further calls have no effect. If a session is never ended, the collector ends it after some
+        idle time."""
         if not self._ended:
             self._client._post(self._identity.end_path())
             self._ended = True

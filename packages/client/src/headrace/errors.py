@@ -1,6 +1,7 @@
-"""Exceptions of the SDK, which derive from `HeadraceError`, and the repetition of HTTP requests that fail.
+"""Exceptions of the client, which derive from `HeadraceError`, and the policy by which failed HTTP requests are
+repeated.
 
-Every request of the SDK may be repeated: feedback has an id, and all other requests are idempotent.
+Each request of the client may be repeated: feedback has an id, and all other requests are idempotent.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class ApiError(HeadraceError):
-    """A service refused a request.
+    """Raised if a service refuses a request.
 
     Attributes:
         status: HTTP status of the response.
@@ -34,11 +35,12 @@ class ApiError(HeadraceError):
 
 
 class Unreachable(HeadraceError):
-    """A service did not answer within the allowed attempts or time."""
+    """Raised if a service does not respond within the allowed attempts or time."""
 
 
 class UsageError(HeadraceError):
-    """The request cannot be carried out: a missing file, an invalid setting, or options that contradict each other."""
+    """Raised if a request cannot be carried out because of its arguments: a missing file, an invalid setting, or
+    options that contradict each other."""
 
 
 _RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -46,7 +48,7 @@ _RETRIED_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})
 
 @dataclass(frozen=True, slots=True)
 class Retries:
-    """Retry policy: `attempts` in total, with pauses between them.
+    """Retry policy for HTTP requests: at most `attempts` in total, with pauses between them.
 
     Pauses double from `first_pause_s` up to `pause_max_s` and are shortened by up to half at random. A `Retry-After`
     header replaces the pause, up to `pause_max_s`.
@@ -69,7 +71,8 @@ class Retries:
 
 
 def send_with_retries(send: Callable[[], httpx2.Response], retries: Retries, url: str) -> httpx2.Response:
-    """Send a request, repeat it as `retries` allows, and return the response. Raises `ApiError` and `Unreachable`."""
+    """Send a request, and repeat it according to `retries` while it fails. Return the response. Raises `ApiError` or
+    `Unreachable`."""
     from httpx2 import TransportError
 
     attempt = 0
@@ -87,7 +90,8 @@ def send_with_retries(send: Callable[[], httpx2.Response], retries: Retries, url
 
 
 def raise_for_status(response: httpx2.Response | None, cause: Exception | None, url: str) -> httpx2.Response:
-    """Return a successful response. Raise `ApiError` for a refusal and `Unreachable` if there is no response."""
+    """Return `response` if it is successful. Raise `ApiError` if the service refused the request, and `Unreachable` if
+    there is no response."""
     if response is None:
         raise Unreachable(f"{url} does not answer: {cause or 'no reason given'}; is Headrace up?") from cause
     if response.status_code < 400:

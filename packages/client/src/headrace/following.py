@@ -1,4 +1,5 @@
-"""Follow topics: new records, the trajectory of a session, and the decisions of the registry, each as one line.
+"""Reading of new records: an incremental reader of topics, the trajectory of a session, and a listener for decisions of
+the registry with a text for each.
 
 Needs the extra `headrace-client[topics]`.
 """
@@ -24,26 +25,26 @@ _POLL_S = 0.1
 
 
 class Follower:
-    """Reader of new records. It starts at the beginning of each topic, or, after `begin`, at the end offsets at that
-    time."""
+    """Incremental reader of topics. Each call yields the records since the call before. It begins at the start of each
+    topic, or after `begin` at the topics' ends at that time."""
 
     def __init__(self, *topics: str) -> None:
         self._next_offsets: dict[str, dict[int, int]] = {topic: {} for topic in topics}
 
     async def begin(self, topics: Topics) -> None:
-        """Skip all records that are on the topics now."""
+        """Skip all records that the topics contain now."""
         self._next_offsets = await topics.ends(list(self._next_offsets))
 
     async def events(self, topics: Topics, kind: type[E], keys: Collection[str] = ()) -> AsyncIterator[E]:
-        """Yield the new events of one type. Records without a valid event are skipped, because their consumer
-        dead-letters them."""
+        """Yield the events of one type that were not yielded before. Records without a valid event are skipped, because
+        the consumers of the topic dead-letter them."""
         async for unread, end in self._ranges(topics, kind.topic, keys):
             async for entry in topics.read(unread, ends=end):
                 if isinstance(entry.event, kind):
                     yield entry.event
 
     async def keys(self, topics: Topics, topic: str) -> AsyncIterator[str]:
-        """Yield the keys of new records without decoding their values."""
+        """Yield the keys of records that were not yielded before, without decoding their values."""
         async for unread, end in self._ranges(topics, topic, ()):
             async for record in topics.records(unread, ends=end):
                 yield decode_name(record.key or b"")
@@ -51,7 +52,8 @@ class Follower:
     async def _ranges(
         self, topics: Topics, topic: str, keys: Collection[str]
     ) -> AsyncIterator[tuple[Range, dict[int, int]]]:
-        """Yield the unread range of each partition. The offset advances once the caller has read the range."""
+        """Yield the unread range of each partition, with its end offsets. Reading continues after the range once the
+        caller has read it."""
         at = self._next_offsets[topic]
         for partition, end in (await topics.ends([topic]))[topic].items():
             start = at.setdefault(partition, 0)
@@ -61,7 +63,8 @@ class Follower:
 
 
 def newest_trajectory(bus: str, session_id: str, *, tenant: str = "default", timeout_s: float = 30.0) -> Trajectory:
-    """Return the newest trajectory of a session, waiting for a session that has just ended.
+    """Return the newest trajectory of a session. If there is none yet, wait for it, because the session may just have
+    ended.
 
     Raises:
         UsageError: there is no trajectory within `timeout_s`.
@@ -70,7 +73,7 @@ def newest_trajectory(bus: str, session_id: str, *, tenant: str = "default", tim
 
 
 async def find_trajectory(bus: str, session_id: str, tenant: str, timeout_s: float) -> Trajectory:
-    """Return the newest trajectory of a session as `newest_trajectory` does, on an event loop."""
+    """Return the newest trajectory of a session. This is `newest_trajectory` for callers on an event loop."""
     key, follower, trajectory = ids.session_key(tenant, session_id), Follower(Trajectory.topic), None
     deadline = time.monotonic() + timeout_s
     async with connected(bus) as topics:
@@ -92,7 +95,7 @@ _RECONNECT_S = 5.0
 
 
 class Listener:
-    """Background thread that reads new `model-events` and reconnects after the bus was unreachable."""
+    """Background thread that reads new `model-events`, and reconnects if the bus was unreachable."""
 
     def __init__(
         self,
@@ -104,8 +107,8 @@ class Listener:
 
         Args:
             bus: address of the bus.
-            on_event: called in the listener's thread with each new event.
-            after_scores: called whenever a version was evaluated; it may read topics.
+            on_event: function that is called in the listener's thread with each new event.
+            after_scores: function that is called after each evaluation of a version. It may read topics.
         """
         self._bus = bus
         self._on_event = on_event
@@ -166,7 +169,7 @@ class Listener:
 
 
 def describe_decision(event: ModelEvent) -> str | None:
-    """Return one line of text about a decision, or None for an intermediate step."""
+    """Describe a decision about a version in one line, or return None for an intermediate step such as a probe."""
     because = f": {event.reason}" if event.reason else ""
     if event.rollout is not None and event.decision in ("probed", "skipped"):
         return f"{event.version} has {event.rollout.share} of the traffic{because}"

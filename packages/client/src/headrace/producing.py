@@ -1,4 +1,5 @@
-"""Connection of Kafka clients to the bus, and publishing of records. Needs the extra `headrace-client[topics]`."""
+"""Publishing of records on the bus, and the connection options of Kafka clients. Needs the extra
+`headrace-client[topics]`."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def client_options(bus: str) -> dict[str, Any]:
-    """Return options for an aiokafka client of the bus at `bus`.
+    """Return the options with which an aiokafka client connects to the bus at `bus`.
 
     The login is taken from the environment (`HEADRACE_BUS__USERNAME`, `HEADRACE_BUS__PASSWORD`). For the bus of a stack
     in the data directory, it is the login of that stack.
@@ -44,7 +45,7 @@ def client_options(bus: str) -> dict[str, Any]:
 
 
 async def unreachable(bus: str, error: Exception) -> Unreachable:
-    """Return an `Unreachable` error with its likely cause, for a client that could not connect."""
+    """Return an `Unreachable` error, with its likely cause, for a client that could not connect to the bus."""
     from aiokafka.conn import create_conn
     from aiokafka.errors import KafkaError
 
@@ -81,7 +82,8 @@ REQUEST_BYTES_MAX = 1_048_576
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A record to publish. If `partition` is None, the key selects it (murmur2, as in Kafka's own clients)."""
+    """Record to publish. If `partition` is None, the key determines the partition (murmur2, as in Kafka's own
+    clients)."""
 
     topic: str
     key: bytes | None
@@ -91,7 +93,7 @@ class Outgoing:
 
     @classmethod
     def of(cls, event: Event, source: str) -> Outgoing:
-        """Return the record of an event.
+        """Encode an event as a record.
 
         Raises:
             UsageError: the event is too large for a topic. Only services may store payloads in the blob store.
@@ -105,7 +107,7 @@ class Outgoing:
 
 
 class Producer:
-    """An open connection for publishing. `producing` creates it."""
+    """Open connection for publishing records. `producing` creates it."""
 
     def __init__(self, producer: AIOKafkaProducer) -> None:
         self._producer = producer
@@ -123,7 +125,8 @@ class Producer:
 
 @asynccontextmanager
 async def producing(bus: str, client_id: str = "headrace") -> AsyncIterator[Producer]:
-    """Open a producer on the bus at `bus`. It is idempotent: retries never duplicate a record.
+    """Open a connection to the bus at `bus` for publishing records. Retries never duplicate a record, because the
+    producer is idempotent.
 
     Raises:
         Unreachable: the bus does not answer.

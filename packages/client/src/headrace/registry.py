@@ -74,11 +74,12 @@ class ModelRegistry:
         return self.ask("GET", f"/v1/models/{name}/versions?limit={limit}", VersionList).data
 
     def promote(self, name: str, version: str, *, force: bool = False) -> ModelState:
-        """Request the promotion of a version. The registry decides later. `force` skips the gate, but not the probe."""
+        """Request the promotion of a version. The registry decides about it later. With `force` the version skips the
+        gate, but not the probe."""
         return self._change(name, "promote", PromoteRequest(version=version, force=force))
 
     def roll_back(self, name: str, *, reason: str = "") -> ModelState:
-        """Make the previous version champion again and withdraw the present one."""
+        """Make the previous version the champion again, and withdraw the present champion."""
         return self._change(name, "rollback", RollbackRequest(reason=reason))
 
     def withdraw(self, name: str, version: str, *, reason: str = "") -> ModelState:
@@ -86,7 +87,8 @@ class ModelRegistry:
         return self._change(name, "withdraw", WithdrawRequest(version=version, reason=reason))
 
     def pin(self, name: str, version: str | None = None, *, reason: str = "") -> ModelState:
-        """Keep a version champion until `unpin`: the present champion, or `version` once replicas have probed it."""
+        """Pin the model until `unpin`: its present champion, or `version` once replicas have probed it, stays the
+        champion."""
         return self._change(name, "pin", PinRequest(version=version, reason=reason))
 
     def unpin(self, name: str, *, reason: str = "") -> ModelState:
@@ -94,11 +96,11 @@ class ModelRegistry:
         return self._change(name, "unpin", HoldRequest(reason=reason))
 
     def pause(self, name: str, *, reason: str = "") -> ModelState:
-        """Queue new versions after their registration. The registry still carries out requests of operators."""
+        """Pause the model: new versions wait after their registration. Requests of operators are still carried out."""
         return self._change(name, "pause", HoldRequest(reason=reason))
 
     def resume(self, name: str, *, reason: str = "") -> ModelState:
-        """End a pause: the registry processes the queued versions."""
+        """End a pause, so that the waiting versions become candidates."""
         return self._change(name, "resume", HoldRequest(reason=reason))
 
     def stop(self, name: str, *, reason: str = "") -> ModelState:
@@ -121,7 +123,7 @@ class ModelRegistry:
         return self.ask("POST", f"/v1/models/{name}/{action}", ModelState, body)
 
     def ask(self, method: str, path: str, model: type[M], body: Model | None = None) -> M:
-        """Send a request to any path of the REST interface and parse its response as `model`.
+        """Send a request to the path `path` of the registry's REST interface. Return the response parsed as `model`.
 
         `headrace_schemas.http.catalog` and `headrace_schemas.http.registry_api` define the bodies of requests and
         responses.

@@ -1,4 +1,5 @@
-"""Start, follow and end rollouts from a program, with `HotUpdater`, `ABTestFramework` and the versions' `ModelManager`.
+"""Functions and classes that begin, follow and end rollouts from a program: `Rollouts`, `HotUpdater`, `ABTestFramework`
+and `ModelManager`.
 
 with ModelRegistry() as registry:
     updater = HotUpdater("email-agent", registry, canary_ratio="1/20")
@@ -25,13 +26,13 @@ from headrace_schemas.http.registry_api import (
 )
 
 METRICS = {"accuracy": "success", "latency": "latency", "user_satisfaction": "satisfaction"}
-"""Metric names of `ABTestFramework`, mapped to the names of the registry."""
+"""For each metric name of `ABTestFramework`, the name of the metric in the registry."""
 _POLL_S = 1.0
 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Client of the registry's rollout pages. Methods raise the exceptions of `ModelRegistry`."""
+    """Client of the registry's endpoints for rollouts. Methods raise the exceptions of `ModelRegistry`."""
 
     registry: ModelRegistry
 
@@ -48,14 +49,14 @@ class Rollouts:
     ) -> ModelState:
         """Request a rollout of a version.
 
-        The version goes through the gate first and then gets its share of the traffic. The rollout is listed from that
-        moment.
+        The version must pass the gate first. Then its rollout begins, and it gets its share of the traffic. From that
+        time on, the rollout is in `list`.
         """
         body = RolloutRequest(version=version, kind=kind, share=share, reason=reason)
         return self.registry.ask("POST", f"/v1/models/{model}/rollouts", ModelState, body)
 
     def stop(self, rollout: str, *, reason: str = "") -> RolloutState:
-        """End a rollout and remove its version from traffic, without a decision against the version."""
+        """End a rollout without a promotion or a rollback: its version gets no more traffic, but is not withdrawn."""
         return self._end(rollout, "stop", reason)
 
     def promote(self, rollout: str, *, reason: str = "") -> RolloutState:
@@ -71,7 +72,8 @@ class Rollouts:
         return next((rollout for rollout in self.list(model) if rollout.version == version), None)
 
     def try_version(self, model: str, version: str, share: str, timeout_s: float) -> RolloutState:
-        """Run an A/B test of a version with a fixed share of the traffic and return the finished rollout.
+        """Run an A/B test of a version with a fixed share of the traffic, wait until it has ended, and return the
+        rollout.
 
         The champion stays. Raises `Unreachable` if the test takes longer than `timeout_s`, and `UsageError` if the
         version never gets traffic.
@@ -104,18 +106,18 @@ class Rollouts:
 
 @dataclass
 class HotUpdater:
-    """Replacement of a served model's weights by a newer version, tested on a share of the traffic first."""
+    """Replaces the served version of a model by a newer one, which is first tested on a share of the traffic."""
 
     model: str
     registry: ModelRegistry
     canary_ratio: str = "1/20"
     check_after_updates: int = 1
-    """Number of versions newer than the champion that `has_new_model` waits for."""
+    """Number of versions newer than the champion from which on `has_new_model` is true."""
     timeout_s: float = 86_400.0
     tested: RolloutState | None = field(default=None, init=False)
 
     def newer(self) -> list[VersionState]:
-        """Return the versions that arrived after the champion and may serve, newest first."""
+        """Return the versions that were published after the champion and may be served, newest first."""
         champion = self.registry.model(self.model).champion
         versions: list[VersionState] = []
         for version in self.registry.versions(self.model, limit=1000):
@@ -129,7 +131,8 @@ class HotUpdater:
         return len(self.newer()) >= self.check_after_updates
 
     def test_canary(self, version: str | None = None) -> bool:
-        """Test a version (by default the newest) on `canary_ratio` of the traffic and return whether it is good enough.
+        """Test a version (by default the newest) on `canary_ratio` of the traffic. Return whether it is good enough to
+        be promoted.
 
         The champion stays until `rollout_update`.
         """
@@ -152,7 +155,7 @@ class HotUpdater:
             self.registry.promote(self.model, self.tested.version, force=True)
 
     def rollback(self, reason: str = "") -> str | None:
-        """Make the previous champion serve again and return it."""
+        """Make the previous champion the champion again, and return its name."""
         return self.registry.roll_back(self.model, reason=reason).champion
 
     def _newest(self) -> str:
@@ -164,7 +167,8 @@ class HotUpdater:
 
 @dataclass(frozen=True)
 class ABResult:
-    """Result of an A/B test: for each metric the difference B - A and the bounds of its confidence sequence.
+    """Result of an A/B test: for each metric the difference B - A, and the lower and upper bound of its confidence
+    sequence.
 
     `winner` is None while the test is undecided.
     """
@@ -184,7 +188,7 @@ class ABTestFramework:
     timeout_s: float = 86_400.0
 
     def run(self, version: str, *, share: str = "1/2") -> ABResult:
-        """Run the test until the registry decides, and return its result.
+        """Run the test until the registry has decided, and return the result.
 
         The test leaves the champion in place; `switch_traffic` replaces it.
         """
@@ -193,13 +197,13 @@ class ABTestFramework:
         return ABResult(version, winner, rollout.reason, metric_differences(rollout))
 
     def switch_traffic(self, version: str) -> None:
-        """Make a version champion. It skips the gate, but replicas must probe it first."""
+        """Make a version the champion. It skips the gate, but replicas must probe it first."""
         self.registry.promote(self.model, version, force=True)
 
 
 def metric_differences(rollout: RolloutState) -> dict[str, tuple[float, float, float]]:
-    """Return differences and bounds of accuracy, latency and user satisfaction, as far as sessions have values for
-    them."""
+    """Return, for accuracy, latency and user satisfaction, the difference of the versions and the bounds of its
+    confidence sequence. Metrics without values are left out."""
     numbers = rollout.statistics
     metrics = {name: metric for name, metric in METRICS.items() if f"{metric}.lower" in numbers}
     return {
@@ -218,9 +222,9 @@ class ModelManager:
     registry: ModelRegistry
 
     def create_version(self, name: str, version: str | None = None, *, why: str = "") -> str:
-        """Give a name to a version, by default to the champion, and return the version.
+        """Give a version (by default the champion) a name, and return the version.
 
-        Replicas keep a named version loaded. The registry refuses a name that another version already has.
+        Replicas keep a version with a name loaded. The registry refuses a name that another version already has.
         """
         target = version or self.registry.model(self.model).champion
         if target is None:
@@ -230,7 +234,7 @@ class ModelManager:
         return target
 
     def version(self, name: str) -> str:
-        """Return the version of a name, which may be an alias, a label or the version id."""
+        """Return the version to which a name refers: an alias, a label or a version id."""
         versions = self.registry.versions(self.model, limit=1000)
         version = next((state.id for state in versions if name in (state.label, state.id)), None)
         if not (version := version or self.registry.model(self.model).aliases.get(name)):
@@ -238,11 +242,11 @@ class ModelManager:
         return version
 
     def rollback(self, version: str) -> ModelState:
-        """Make the named version champion. It skips the gate, but replicas must probe it first."""
+        """Make the version with this name the champion. It skips the gate, but replicas must probe it first."""
         return self.registry.promote(self.model, self.version(version), force=True)
 
     def create_ab_test(self, version_a: str, version_b: str, share: str = "1/2") -> ModelState:
-        """Start an A/B test of version B against the champion A.
+        """Begin an A/B test of version B against version A, which must be the champion.
 
         Version B gets `share` of the traffic once it has passed the gate. `Rollouts` follows the test.
         """

@@ -1,4 +1,4 @@
-"""Session identities and request bodies without I/O, shared by the synchronous and the asyncio client."""
+"""Session ids and request bodies, without I/O. The synchronous and the asynchronous client share them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LABEL = re.compile(r"[\x20-\x7e]{1,512}")
 
 
 def gateway_root(base_url: str) -> str:
-    """Return the root URL of the gateway. `base_url` may end in `/v1`.
+    """Return the root URL of the gateway. A suffix `/v1` of `base_url` is removed.
 
     Raises:
         ValueError: `base_url` has no scheme.
@@ -66,7 +66,8 @@ class Identity:
         return {name: value for name, value in values.items() if value is not None}
 
     def base_url(self, root: str) -> str:
-        """Return a base URL with the session id in its path, for programs that can configure only a base URL."""
+        """Return a base URL that contains the session id, for programs that can configure only a base URL and no
+        headers."""
         return f"{root}/sessions/{quote(self.session_id, safe='')}/v1"
 
     def end_path(self) -> str:
@@ -83,22 +84,22 @@ class FeedbackDetails(TypedDict, total=False):
     response_id: str
     """Id of the response, if the feedback is about one response."""
     choice: int
-    """Index of the choice of that response, from 0."""
+    """Index of the choice (answer) of that response, from 0."""
     level: Literal["response", "turn", "session", "task"]
     """Whether the feedback is about one answer, its turn, the whole session or all runs of the task."""
     rating: float
-    """A point on `scale`."""
+    """Value on `scale`, for example 4 on a scale from 1 to 5."""
     scale: Sequence[float]
     label: str
-    """A word that the settings of the scorer map to a value."""
+    """Word that the scorer's settings map to a value, for example `good`."""
     parts: Mapping[str, float]
-    """Values by metric."""
+    """Several values, by metric."""
     edit: str | Mapping[str, JsonValue]
     """The answer that the model should have given: a text, or an assistant message with tool calls."""
     preference: Mapping[str, JsonValue]
     """`chosen` and `rejected`: two choices of the response, or two response ids, which may belong to two sessions."""
     metric: str
-    """Name of the judged aspect. The scorer treats it as a source of its own, `source:metric`."""
+    """Name of the aspect that was judged. The scorer treats `source:metric` as a source of its own."""
     rater: str
     """Person or program within the source. The value of a source is the mean of its raters."""
     source: str
@@ -138,7 +139,7 @@ class FeedbackId(str):
 
     @classmethod
     def of(cls, body: Mapping[str, JsonValue], response: httpx2.Response) -> FeedbackId:
-        """Return the id in the request `body`, with the fields of the gateway's response."""
+        """Return the id in the request `body`, with the attributes that the gateway's response reports."""
         feedback_id = cls(body["feedback_id"])
         try:
             fields = response.json()
@@ -150,7 +151,7 @@ class FeedbackId(str):
 
 
 def feedback_body(value: float | bool | None, options: FeedbackOptions) -> dict[str, JsonValue]:
-    """Return the body of `POST /v1/feedback`.
+    """Build the body of `POST /v1/feedback`.
 
     The body always has a `feedback_id`, so that a repeated request counts once.
 

@@ -1,4 +1,4 @@
-"""Read ranges of topics without a consumer group. Needs the extra `headrace-client[topics]`."""
+"""Reading of ranges of topics without a consumer group. Needs the extra `headrace-client[topics]`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 _POLL_MS = 500
 _PROBLEM_LENGTH_MAX = 2_000
 _STORES = frozenset(("file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"))
-"""Protocols of blob stores. With others, such as HTTP, a record could make this program send requests to any server."""
+"""Protocols of blob stores from which payloads are read. If others such as HTTP were permitted, a record could make
+this program send requests to any server."""
 _BATCH_MAX = 500
 _IDLE_POLLS_MAX = 60
 """Number of consecutive empty polls before the end of a range after which the bus counts as unreachable."""
@@ -32,7 +33,7 @@ _IDLE_POLLS_MAX = 60
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A range of a topic. Bounds apply to each partition; upper bounds are exclusive.
+    """Range of a topic. Bounds apply to each partition; upper bounds are exclusive.
 
     Times are record timestamps. As in Kafka, a time selects the first record that is not earlier.
     """
@@ -45,12 +46,12 @@ class Range:
     since: datetime | None = None
     until: datetime | None = None
     keys: Collection[str] = ()
-    """Record keys to read (session keys, on topics about sessions); empty for all."""
+    """Keys of the records to read (session keys, on topics about sessions); empty for all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A record with its decoded event, or with the problem why it has none."""
+    """Record with its decoded event, or with the reason why it contains no valid event."""
 
     topic: str
     partition: int
@@ -83,11 +84,11 @@ class Progress:
     total: int = 0
     passed: int = 0
     truncated: bool = False
-    """Whether the beginning of the topic has been deleted."""
+    """Whether the beginning of the range was already deleted from the topic."""
 
 
 class Topics:
-    """An open connection for reading. It supports one reader at a time; `connected` creates it."""
+    """Open connection for reading topics. It supports one reader at a time. `connected` creates it."""
 
     def __init__(self, consumer: AIOKafkaConsumer, admin: AIOKafkaAdminClient) -> None:
         self._consumer = consumer
@@ -137,9 +138,9 @@ class Topics:
             await self._advance(spans, progress)
 
     async def _poll(self, spans: Iterable[TopicPartition]) -> Mapping[TopicPartition, Sequence[ConsumerRecord]]:
-        """Return the next records by partition.
+        """Return the next records by partition. A batch with a wrong checksum is skipped, offset by offset.
 
-        A batch that fails its checksum is skipped offset by offset, because its consumer dead-letters it.
+        The consumers of the topic dead-letter such a batch.
         """
         from aiokafka.errors import CorruptRecordException
 
@@ -159,7 +160,7 @@ class Topics:
         return batches
 
     async def _advance(self, spans: dict[TopicPartition, tuple[int, int]], progress: Progress) -> None:
-        """Count the offsets that were read, and remove partitions that are read to their end."""
+        """Add the offsets that were read to the progress, and remove partitions that were read to their end."""
         for partition, (at, end) in list(spans.items()):
             reached = min(await self._consumer.position(partition), end)
             progress.passed += reached - at
@@ -204,7 +205,7 @@ class Topics:
         untimed: Mapping[TopicPartition, int],
         last: Mapping[TopicPartition, int],
     ) -> Mapping[TopicPartition, int]:
-        """Return for each partition the offset at which records from `time` on begin.
+        """Return for each partition the offset of the first record at or after `time`.
 
         Args:
             untimed: result if `time` is None.
@@ -269,8 +270,8 @@ def _key(message: ConsumerRecord) -> str:
 
 
 def _time(timestamp_ms: int | None) -> datetime:
-    """Return the timestamp of a record, or 1970 for a number outside of the calendar, which a producer may have
-    written."""
+    """Convert the timestamp of a record. For a number that no calendar date corresponds to, return the beginning of
+    1970."""
     try:
         return datetime.fromtimestamp((timestamp_ms or 0) / 1000, UTC)
     except (ValueError, OverflowError, OSError):
@@ -289,7 +290,8 @@ async def _entry(message: ConsumerRecord) -> Entry:
 
 
 async def event_of(topic: str, value: bytes | None, headers: Iterable[tuple[str, bytes | None]]) -> Event:
-    """Return the event of a record of `topic`. An event that the record only refers to is fetched from the blob store.
+    """Return the event in a record of `topic`. If the record only contains a reference, the event is read from the blob
+    store.
 
     Raises:
         HeadraceError: the record contains no valid event.
@@ -300,10 +302,10 @@ async def event_of(topic: str, value: bytes | None, headers: Iterable[tuple[str,
 
 
 def fetch(ref: BlobRef) -> bytes:
-    """Return the bytes of a blob and verify their digest. Blocks.
+    """Read a blob from its store, and check it against its digest. Blocks.
 
     Raises:
-        HeadraceError: the reference is not in a blob store, since a record may name any address, or the digest differs.
+        HeadraceError: the reference does not have the protocol of a blob store, or the digest differs.
     """
     import fsspec
 

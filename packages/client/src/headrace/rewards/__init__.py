@@ -1,4 +1,4 @@
-"""Building blocks of reward functions, and a reward source of your own as a consumer of the bus.
+"""Building blocks of reward functions, and a process that publishes rewards of a function of your own.
 
     from headrace.rewards import accuracy, guarded, too_long
 

@@ -1,4 +1,5 @@
-"""Rewards for an answer (right, in the requested format, short, in few steps) and for its tool calls."""
+"""Rewards for an answer (whether it is right, in the requested format, short, in few steps), and scores of its tool
+calls."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 Expected = str | float | Sequence[str | float]
-"""The right answer, or several right answers."""
+"""Right answer, or several alternative right answers."""
 
 _NUMBER = re.compile(r"(?<![\w.])[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?:[eE][-+]?\d+)?(?<=\d)(?!\d|\.\d)")
 _FRACTION = re.compile(r"(?<![\w.])([-+]?\d+)\s*/\s*(\d+)(?![\w/])")
@@ -33,7 +34,7 @@ def normalized(text: str) -> str:
 
 
 def numbers_in(text: str) -> list[float]:
-    """Return the numbers of a text in order: `1,234.5`, `-2e3`, `3/4`, and `12%` as 12."""
+    """Return the numbers in a text in order, for example `1,234.5`, `-2e3` and `3/4`. `12%` is returned as 12."""
     plain = unicodedata.normalize("NFKC", text).replace("\N{MINUS SIGN}", "-")
     fractions = [match for match in _FRACTION.finditer(plain) if int(match[2])]
     numbers = [(match.start(), int(match[1]) / int(match[2])) for match in fractions]
@@ -53,7 +54,7 @@ def accuracy(answer: str, expected: Expected, *, tolerance: float = 1e-6) -> flo
     wrong.
 
     Args:
-        tolerance: relative for expected numbers above 1, else absolute.
+        tolerance: permitted difference from an expected number: relative if that is above 1, else absolute.
     """
     if isinstance(expected, str | int | float):
         return float(_is_right(answer, expected, tolerance))
@@ -109,28 +110,28 @@ def steps(reward: float, answer: str, *, bonus: float = 0.1, most: float = 0.5) 
 
 
 Call = Mapping[str, Any]
-"""An expected call: its `name` and `arguments`. All named arguments must agree."""
+"""Expected tool call, with `name` and `arguments`. An actual call may have further arguments."""
 _FAILED = ("error", "traceback", "exception", "failed", "invalid")
 
 
 @dataclass(frozen=True, slots=True)
 class ToolScore:
-    """Shares from 0 to 1. A share is None if it does not apply to the run."""
+    """Scores of the tool calls of a run, each from 0 to 1, or None if it does not apply."""
 
     tool: float | None
-    """Share of the expected calls with a call of their tool."""
+    """Fraction of the expected calls whose tool was called."""
     arguments: float | None
-    """Share of the expected calls that were made with the expected arguments."""
+    """Fraction of the expected calls that were made with the expected arguments."""
     success: float | None
-    """Share of the answered calls without an error."""
+    """Fraction of the tool results that are not errors."""
     invalid: float | None
-    """Share of the actual calls with an unknown tool, or with arguments that are not a JSON object."""
+    """Fraction of the actual calls with an unknown tool, or with arguments that are not a JSON object."""
     calls: int
     """Number of actual calls."""
 
     @property
     def value(self) -> float | None:
-        """The mean of the shares that are not None, with 1 - `invalid` as one of them."""
+        """Mean of the scores that are not None, where `invalid` enters as 1 - `invalid`; None without scores."""
         shares = [share for share in (self.tool, self.arguments, self.success) if share is not None]
         if self.invalid is not None:
             shares.append(1 - self.invalid)
@@ -138,9 +139,8 @@ class ToolScore:
 
 
 def tool_score(messages: Sequence[Message], tools: Iterable[Tool], expected: Sequence[Call] = ()) -> ToolScore:
-    """Compare the tool calls of a conversation with the offered tools and the expected calls, and return the counts.
-    Each actual call matches at most one expected call.
-    """
+    """Compare the tool calls of a conversation with the offered tools and the expected calls. Each actual call matches
+    at most one expected call."""
     calls = [call for message in messages for call in message.tool_calls or ()]
     offered = {tool.function.name for tool in tools}
     arguments = [_arguments(call) for call in calls]
@@ -161,8 +161,8 @@ def tool_score(messages: Sequence[Message], tools: Iterable[Tool], expected: Seq
 
 
 def failed(answer: str) -> bool:
-    """Return whether a tool's answer is an error: a JSON object with an `error`, or a text that begins like an
-    error."""
+    """Return whether the result of a tool is an error: a JSON object with an `error`, or a text that begins like an
+    error message."""
     try:
         parsed = json.loads(answer)
     except (ValueError, RecursionError):

@@ -1,4 +1,5 @@
-"""Combine several rewards into one, put rewards on a common scale, and calibrate a cheap score against feedback.
+"""Functions that combine several rewards into one, put rewards on a common scale, and calibrate a cheap score against
+feedback.
 
 The calibration is an isotonic regression: R. Barlow et al., Statistical Inference under Order Restrictions (1972), pool
 adjacent violators. The interval is that of E. B. Wilson (1927) for the pooled values. For values strictly between 0 and
@@ -44,11 +45,11 @@ def composite(
 
 
 def relative(scores: Sequence[float | None]) -> list[float | None]:
-    """Return the ranks, from 0 to 1, of the scores that a judge gave to the runs of one group. Equal scores share a
+    """Convert the scores that a judge gave to the runs of one group to ranks from 0 to 1. Equal scores get the same
     rank.
 
-    A judge orders two runs more reliably than it measures their distance. With ranks, neither a generous judge nor an
-    inflated score changes the result. With fewer than two scores all results are None.
+    A judge orders two runs more reliably than it measures how far they are apart. With ranks, neither a generous judge
+    nor an inflated score changes the result. If fewer than two runs have a score, all results are None.
     """
     scores_given = [score for score in scores if score is not None]
     if len(scores_given) < 2:
@@ -73,10 +74,10 @@ def standardized(rewards: Sequence[float], *, scale_min: float = 1e-3) -> list[f
 
 
 class TaskScale:
-    """Running scale of rewards per task, which makes rewards of unlike tasks comparable.
+    """Running mean and standard deviation of rewards per task, by which rewards of different tasks become comparable.
 
-    It uses Welford's running moments of the earlier rewards of a task. It abstains before `count_min` rewards of a
-    task, and forgets the tasks that were used least recently beyond `tasks_max`.
+    They are computed from the earlier rewards of a task with Welford's algorithm. `scaled` returns None before a task
+    has `count_min` rewards. If there are more than `tasks_max` tasks, the least recently used are forgotten.
     """
 
     def __init__(self, *, count_min: int = 4, scale_min: float = 0.05, tasks_max: int = 10_000) -> None:
@@ -86,8 +87,8 @@ class TaskScale:
         self._moments: dict[str, tuple[int, float, float]] = {}
 
     def scaled(self, task_id: str, reward: float) -> float | None:
-        """Return the distance of `reward` from the mean of its task in standard deviations, clipped to [-3, 3], then
-        add the reward to the moments."""
+        """Return the distance of `reward` from the mean of its task's earlier rewards, in standard deviations and
+        clipped to [-3, 3], or None if there are too few. Then add the reward."""
         count, mean, squares = self._moments.pop(task_id, (0, 0.0, 0.0))
         scaled = None
         if count >= self._count_min:
@@ -118,7 +119,7 @@ def by_task(rewards: Sequence[tuple[str, float]], *, scale_min: float = 1e-3) ->
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """Expected value of people's feedback, with its confidence interval."""
+    """Value of people's feedback that is expected for a score, with its confidence interval."""
 
     value: float
     low: float
@@ -127,7 +128,8 @@ class Calibrated:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Pooled pairs with scores from `score` on: their count, and the sum of the feedback values."""
+    """Pairs of score and feedback that were pooled. `score` is their lowest score, `total` the sum of their feedback
+    values."""
 
     score: float
     count: int
@@ -139,10 +141,11 @@ class _Block:
 
 
 class Calibration:
-    """Calibration learned from pairs of a score and a feedback value about the same run, both from 0 to 1.
+    """Function from a score to the expected feedback, learned from pairs of a score and a feedback value about the same
+    run, both from 0 to 1.
 
-    A higher score never has a lower calibrated value. `calibrated` abstains if fewer than `count_min` feedback values
-    are pooled or the interval is wider than `width_max`.
+    The function never decreases. `calibrated` returns None if fewer than `count_min` feedback values support the
+    result, or if its interval is wider than `width_max`.
     """
 
     def __init__(
@@ -160,7 +163,7 @@ class Calibration:
         self._deviations = NormalDist().inv_cdf(0.5 + confidence / 2)
 
     def calibrated(self, score: float) -> Calibrated | None:
-        """Return the calibrated value of a score, or None if the data are not sufficient."""
+        """Return the expected feedback for a score, or None if the data do not suffice."""
         if not self._blocks:
             return None
         block = self._blocks[max(0, bisect_right(self._scores, score) - 1)]
@@ -171,8 +174,8 @@ class Calibration:
 
 
 def _wilson(successes: float, count: int, z: float) -> tuple[float, float]:
-    """Return Wilson's score interval, as `headrace_statistics.intervals.wilson` does; the client imports no
-    statistics."""
+    """Return Wilson's score interval. This is a copy of `headrace_statistics.intervals.wilson`, because the client must
+    not depend on that package."""
     share, squared = successes / count, z * z
     middle = (share + squared / (2 * count)) / (1 + squared / count)
     half = z / (1 + squared / count) * math.sqrt(share * (1 - share) / count + squared / (4 * count * count))
@@ -180,7 +183,7 @@ def _wilson(successes: float, count: int, z: float) -> tuple[float, float]:
 
 
 def _pool(pairs: Iterable[tuple[float, float]]) -> list[_Block]:
-    """Return blocks with rising means. `pairs` must be sorted by score.
+    """Pool pairs, which must be sorted by score, into blocks whose mean feedback increases (pool adjacent violators).
 
     Raises:
         ValueError: a score or a value is not from 0 to 1.

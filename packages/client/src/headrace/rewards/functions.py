@@ -1,10 +1,10 @@
 """Reward functions for `scorer.functions` and `headrace.rewards.serve`, and guards against reward hacking.
 
-The functions read facts from the context of the trajectory, which is sent with turns or with feedback. Each function
-abstains if its fact is missing.
+The functions read facts, such as the expected answer, from the context of the trajectory, which is sent with turns or
+with feedback. A function returns None if its fact is missing.
 
-A guard returns how much a run shows of one known exploit, from 0 (none) to 1. It only reduces a reward, so that it
-cannot be exploited itself and leaves honest runs unchanged.
+A guard returns how strongly a run shows one known exploit, from 0 (not at all) to 1. Guards only reduce a reward, so
+that they cannot be exploited themselves, and leave honest runs unchanged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def guarded(reward: float, *exploits: float) -> float:
 
 
 def too_long(answer: str, *, length_max: int, over_max: float = 1.0) -> float:
-    """Return 0 up to `length_max` characters, rising to 1 at `over_max` times `length_max` characters more.
+    """Return 0 for an answer of at most `length_max` characters. For longer answers the result rises to 1, which it
+    reaches after `over_max * length_max` further characters.
 
     It detects answers that are padded until the scorer overlooks errors or finds the expected text somewhere in them.
     """
@@ -57,10 +58,11 @@ def too_long(answer: str, *, length_max: int, over_max: float = 1.0) -> float:
 
 
 def repetitive(answer: str, *, words: int = 4, share_free: float = 0.2) -> float:
-    """Return the share of the answer's sequences of `words` words that repeat an earlier sequence.
+    """Return how repetitive the answer is: the fraction of its sequences of `words` words that repeat an earlier
+    sequence, rescaled so that `share_free` becomes 0.
 
-    Ordinary text repeats up to `share_free`, which counts as 0. It detects rewarded phrases and answers that are
-    repeated.
+    Ordinary text has up to `share_free` repetitions. The guard detects phrases that are repeated because they are
+    rewarded.
     """
     tokens = [word.casefold() for word in _WORD.findall(answer)]
     sequences = Counter(tuple(tokens[start : start + words]) for start in range(len(tokens) - words + 1))
@@ -72,16 +74,17 @@ def repetitive(answer: str, *, words: int = 4, share_free: float = 0.2) -> float
 
 
 def pleading(answer: str, *, most: int = 1) -> float:
-    """Return whether the answer addresses its judge: it claims a score, or instructs a judge.
+    """Return how strongly the answer addresses its judge, by claiming a score or by instructing the judge: the number
+    of such phrases divided by `most`, at most 1.
 
-    The result is 1 from `most` such phrases on. Only English is recognized. It detects text that is written for a judge
-    model instead of the user.
+    Only English phrases are recognized. The guard detects text that is written for a judge model instead of the user.
     """
     return min(1.0, len(_PLEADING.findall(answer)) / most)
 
 
 def tool_spam(messages: Sequence[Message], *, calls_max: int = 20, repeats_free: int = 1) -> float:
-    """Return the larger of two shares: repeated equal calls beyond `repeats_free`, and calls beyond `calls_max`.
+    """Return the larger of two fractions of the tool calls: repetitions of equal calls beyond `repeats_free`, and calls
+    beyond `calls_max`.
 
     It detects runs that collect a reward per call, or per successful call, with unnecessary calls.
     """
@@ -94,7 +97,7 @@ def tool_spam(messages: Sequence[Message], *, calls_max: int = 20, repeats_free:
 
 
 def _canonical(arguments: str) -> str:
-    """Return JSON arguments in a canonical form, independent of the order of names and of white space."""
+    """Return JSON arguments in a canonical form, in which equal arguments are equal texts."""
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except (ValueError, RecursionError):
@@ -106,8 +109,8 @@ _LENGTH_MAX = 4000
 
 
 def accuracy(trajectory: Trajectory, context: Context) -> float | None:
-    """Return whether the final answer is `context["expected"]`: a text, a number (within `tolerance`), or a list of
-    right answers."""
+    """Return 1 if the final answer is `context["expected"]` (a text, a number within `tolerance`, or a list of right
+    answers), else 0."""
     expected = context.get("expected")
     if expected is None:
         return None
@@ -115,8 +118,8 @@ def accuracy(trajectory: Trajectory, context: Context) -> float | None:
 
 
 def answer_format(trajectory: Trajectory, context: Context) -> float | None:
-    """Return whether the whole final answer matches the regular expression `context["format"]`, which may not use
-    look-around or back-references."""
+    """Return 1 if the whole final answer matches the regular expression `context["format"]`, else 0. The expression
+    must not use look-around or back-references."""
     pattern = context.get("format")
     if pattern is None:
         return None
@@ -135,8 +138,8 @@ def brevity(trajectory: Trajectory, context: Context) -> float:
 
 
 def tool_correctness(trajectory: Trajectory, context: Context) -> RewardResult:
-    """Score whether the calls of `expected_calls` were made with their arguments, and whether calls were valid and
-    succeeded."""
+    """Return a score of the tool calls: whether those in `context["expected_calls"]` were made with their arguments,
+    and whether calls were valid and succeeded."""
     expected: Sequence[answers.Call] = context.get("expected_calls") or ()
     score = answers.tool_score(trajectory.messages, trajectory.tools, expected)
     shares = {"tool": score.tool, "arguments": score.arguments, "success": score.success, "invalid": score.invalid}
@@ -145,8 +148,8 @@ def tool_correctness(trajectory: Trajectory, context: Context) -> RewardResult:
 
 
 def guarded_accuracy(trajectory: Trajectory, context: Context) -> RewardResult:
-    """Return `accuracy`, combined with the answer's format if the context has one, reduced by the worst exploit of the
-    run."""
+    """Return the mean of `accuracy` and, if the context has a format, of `answer_format`, reduced by the strongest
+    exploit of the run."""
     answer = trajectory.final_answer
     reward = composite({"accuracy": accuracy(trajectory, context), "format": answer_format(trajectory, context)})
     if reward is None:

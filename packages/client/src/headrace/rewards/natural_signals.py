@@ -1,7 +1,8 @@
-"""Signals that traffic contains by itself: the next message, failed tools, repeated calls. The rules are for English.
+"""Signals of quality that traffic itself contains: the user's next message, failed tools, repeated calls. The rules are
+for English.
 
-A signal yields hints, not verdicts: 1 supports a turn, 0 contradicts it, and most turns have none. Explicit feedback
-calibrates the value of hints (`headrace.rewards.combining`).
+A signal yields hints, not final scores: the value 1 supports a turn, and 0 contradicts it. Most turns have no hint. How
+much a hint is worth can be calibrated with explicit feedback (`headrace.rewards.combining`).
 
 Packages add signals as entry points of the group `headrace.signals`, each a function like those below.
 """
@@ -27,8 +28,8 @@ GROUP = "headrace.signals"
 _REPEATS_FROM = 0.85
 _COMPARED_MAX = 4000
 _WORDS_COMPARED_MAX = 500
-"""Limit on compared words. The comparison takes time proportional to the product of the lengths, and a run may have
-hundreds of turns."""
+"""Maximum number of words that are compared. The time of a comparison is proportional to the product of the lengths,
+and a run may have hundreds of turns."""
 _CORRECTS = re.compile(
     r"^\W*(?:no\b(?! (?:problem|worries|need|thanks))|nope|wrong|incorrect|not (?:quite|what|that|right))"
     r"|\b(?:that(?:'s| is| was) (?:not|wrong|incorrect)|i (?:said|meant|asked)"
@@ -44,7 +45,7 @@ _THANKS = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """Hint of one signal. `turn_id` is None if the hint is about the whole run."""
+    """Hint that one signal gives. `turn_id` is None if the hint is about the whole run."""
 
     signal: str
     value: float
@@ -79,14 +80,14 @@ class Exchange:
 
 
 Signal = Callable[[Sequence[Exchange], Mapping[str, Any]], Iterable[Hint]]
-"""Function that reads the exchanges of a run and its context and yields hints."""
+"""Function that reads the exchanges of a run and its context, and yields hints."""
 
 
 def exchanges(trajectory: Trajectory) -> list[Exchange]:
-    """Split a trajectory into exchanges: each captured answer of the model, with the messages before and after it.
+    """Return the exchanges of a trajectory: each captured answer of the model, with the messages before and after it.
 
-    Only the last answers of the dialogue were captured (one for each span of the first branch). Earlier ones were in
-    the client's first prompt, and are left out.
+    Only the last answers of the dialogue were captured (one for each span of the first branch). Earlier answers were
+    part of the client's first prompt, and are left out.
     """
     if not trajectory.branches or not trajectory.dialogues:
         return []
@@ -101,21 +102,21 @@ def exchanges(trajectory: Trajectory) -> list[Exchange]:
 
 
 def corrected(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
-    """Yield a negative hint for each answer to which the user replied with a correction, such as "no, I meant"."""
+    """Yield a hint with value 0 for each answer to which the user replied with a correction, such as "no, I meant"."""
     for exchange in run:
         if exchange.reply is not None and _CORRECTS.search(exchange.reply):
             yield Hint("corrected", 0.0, exchange.turn_id)
 
 
 def thanked(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
-    """Yield a hint for each answer that the user gives thanks for without correcting it."""
+    """Yield a hint with value 1 for each answer for which the user gave thanks without correcting it."""
     for exchange in run:
         if exchange.reply is not None and _THANKS.search(exchange.reply) and not _CORRECTS.search(exchange.reply):
             yield Hint("thanked", 1.0, exchange.turn_id)
 
 
 def repeated(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
-    """Yield a hint against each answer after which the user repeats the question."""
+    """Yield a hint with value 0 for each answer after which the user repeated the question."""
     for exchange in run:
         if (
             exchange.reply is not None
@@ -126,7 +127,7 @@ def repeated(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[H
 
 
 def tool_failed(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
-    """Yield a hint for each turn with tool results: 0 if a result is an error, else 1."""
+    """Yield a hint for each turn whose tool calls have results: 0 if a result is an error, else 1."""
     for exchange in run:
         answers = [message.text for message in exchange.following if message.role == "tool"]
         if answers:
@@ -134,7 +135,8 @@ def tool_failed(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterato
 
 
 def looped(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
-    """Yield a negative hint for each turn with a tool call that the run has made before with the same arguments."""
+    """Yield a hint with value 0 for each turn with a tool call that the run has already made with the same
+    arguments."""
     earlier_calls: set[tuple[str, str]] = set()
     for exchange in run:
         calls = {(call.function.name, _canonical(call.function.arguments)) for call in exchange.answer.tool_calls or ()}
@@ -144,15 +146,15 @@ def looped(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hin
 
 
 def left(run: Sequence[Exchange], _context: Mapping[str, Any]) -> Iterator[Hint]:
-    """Yield a hint against a run that ended before the model answered: after a call, or after a message without an
-    answer."""
+    """Yield a hint with value 0 for a run that ended without an answer of the model: after a tool call, or after a
+    message of the user."""
     if run and (run[-1].following or (run[-1].answer.tool_calls and not run[-1].answer.text)):
         yield Hint("left", 0.0)
 
 
 def used(run: Sequence[Exchange], context: Mapping[str, Any]) -> Iterator[Hint]:
-    """Yield the similarity of the last answer and the text `context["used"]` that was really used, for example the sent
-    mail."""
+    """Yield, as the value of a hint, the similarity of the last answer to `context["used"]`, the text that was really
+    used, for example the mail that was sent."""
     text = context.get("used")
     if run and isinstance(text, str):
         yield Hint("used", _similarity(run[-1].answer.text, text))
@@ -164,16 +166,17 @@ def _signals() -> tuple[Signal, ...]:
 
 
 def hints(trajectory: Trajectory, context: Mapping[str, Any]) -> list[Hint]:
-    """Return the hints of all installed signals about a run."""
+    """Return the hints that all installed signals give about a run."""
     run = exchanges(trajectory)
     return [hint for signal in _signals() for hint in signal(run, context)]
 
 
 def signals(trajectory: Trajectory, context: Mapping[str, Any]) -> RewardResult:
-    """Reward function: return the mean over the signals of a run, each with the mean of its hints.
+    """Return the mean value of the signals of a run, where the value of a signal is the mean of its hints. It is meant
+    as a reward function.
 
-    It also returns the mean of the hints on each turn, and abstains if there are no hints. Signals have equal weight,
-    so that many successful calls do not outweigh the user's message.
+    The result also contains the mean of the hints about each turn. It abstains if there are no hints. Signals have
+    equal weight, so that many successful calls do not outweigh the user's message.
     """
     all_hints = hints(trajectory, context)
     by_signal: dict[str, list[float]] = {}
@@ -190,7 +193,8 @@ def signals(trajectory: Trajectory, context: Mapping[str, Any]) -> RewardResult:
 
 
 def _similarity(first: str, second: str) -> float:
-    """Return the similarity of two texts by words, from 0 to 1. Only the beginnings of long texts are compared."""
+    """Return the similarity of two texts from 0 to 1, compared word by word. Only the beginnings of long texts are
+    compared."""
     first_words, second_words = (
         normalized(text[:_COMPARED_MAX]).split()[:_WORDS_COMPARED_MAX] for text in (first, second)
     )

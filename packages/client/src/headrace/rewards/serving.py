@@ -1,4 +1,5 @@
-"""A reward source of your own, as a consumer of the bus. Needs the extra `headrace-client[topics]`.
+"""Process that computes rewards with a function of your own and publishes them on the bus. Needs the extra
+`headrace-client[topics]`.
 
     from headrace.rewards import serve
 
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from aiokafka import AIOKafkaConsumer, ConsumerRecord
 
 Verdict = float | Mapping[str, float] | RewardResult | None
-"""Result of a reward function: a number, None to abstain, or a dict of criteria, whose score is its `value` or its
-mean."""
+"""Result of a reward function: a number, None to abstain, or a dictionary of criteria. The score of a dictionary is its
+`value`, or else its mean."""
 Function = Callable[[Trajectory], Verdict | Awaitable[Verdict]]
 log = logging.getLogger(__name__)
 _BATCH_MAX = 50
@@ -48,7 +49,7 @@ _REASON_LENGTH_MAX = 1000
 
 
 def serve(function: Function, *, source: str, bus: str, timeout_s: float = 60.0) -> None:
-    """Reward every new trajectory with `function` until SIGINT or SIGTERM.
+    """Compute and publish a reward of each new trajectory with `function`, until SIGINT or SIGTERM.
 
     Processes with the same `source` share the work and continue from the committed offsets. After a crash calls are
     repeated, and each verdict counts once. An exception results in the outcome `failed`, and a call longer than
@@ -70,7 +71,8 @@ def serve(function: Function, *, source: str, bus: str, timeout_s: float = 60.0)
 
 
 async def consume(function: Function, *, source: str, bus: str, timeout_s: float = 60.0) -> None:
-    """Reward every new trajectory with `function` until cancelled. `serve` describes the arguments."""
+    """Compute and publish a reward of each new trajectory with `function`, until cancelled. The arguments are those of
+    `serve`."""
     try:
         from aiokafka import AIOKafkaConsumer
         from aiokafka.errors import KafkaError
@@ -97,7 +99,7 @@ async def consume(function: Function, *, source: str, bus: str, timeout_s: float
 async def _reward_batch(
     reader: AIOKafkaConsumer, producer: Producer, function: Function, source: str, timeout_s: float
 ) -> None:
-    """Read one batch of trajectories, and send their rewards with this source.
+    """Read a batch of trajectories, compute their rewards, and publish them.
 
     The rewards are durable before the offsets of the trajectories are committed.
     """
@@ -121,8 +123,8 @@ async def _reward_batch(
 
 
 async def _trajectory(record: ConsumerRecord) -> Trajectory | None:
-    """Return the trajectory of a record, or None for any other record: the scorer reads the same topic and dead-letters
-    it. A record whose blob cannot be read here is logged and left out.
+    """Return the trajectory in a record, or None if the record contains no valid one. Such records are ignored, because
+    the scorer reads the same topic and dead-letters them. A record whose blob cannot be read here is logged and ignored.
     """
     try:
         event = await event_of(record.topic, record.value, record.headers)
@@ -136,19 +138,20 @@ async def _trajectory(record: ConsumerRecord) -> Trajectory | None:
 
 
 async def verdict(function: Function, trajectory: Trajectory, source: str, timeout_s: float) -> Reward:
-    """Return the reward of a trajectory. An error of `function` results in its own outcome and never in a score."""
+    """Call a reward function, and return the reward of the trajectory. If the function fails, the reward has the
+    outcome `failed` or `timed_out` and no score."""
     return (await verdicts(function, trajectory, source, timeout_s))[0]
 
 
 async def verdicts(function: Function, trajectory: Trajectory, source: str, timeout_s: float) -> list[Reward]:
-    """Call a reward function, and return the reward of the trajectory, followed by the rewards of its turns if it gave
-    any.
+    """Call a reward function. Return the reward of the trajectory, followed by those of its turns if the function
+    returned any.
 
     Args:
         function: the reward function.
         trajectory: the trajectory.
         source: source of the rewards.
-        timeout_s: seconds after which the call is given up, with the outcome `timed_out`.
+        timeout_s: seconds after which the call is abandoned, with the outcome `timed_out`.
     """
     outcome: Outcome
     result, limit = RewardResult(), asyncio.timeout(timeout_s)
@@ -181,8 +184,8 @@ async def verdicts(function: Function, trajectory: Trajectory, source: str, time
 
 
 async def _in_thread(function: Function, trajectory: Trajectory) -> Any:
-    """Call the function in a daemon thread, so that the event loop keeps the group membership and a stuck call cannot
-    block the exit."""
+    """Call the function in a daemon thread. So the event loop keeps the membership in the consumer group, and a call
+    that never ends does not prevent the exit."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[Any] = loop.create_future()
 
