@@ -16,7 +16,7 @@ from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import parent_bound_command
 from trinity_bench.settings import Settings
 
 _HERE = Path(__file__).parent
@@ -64,7 +64,7 @@ async def start(command: Sequence[str], log: Path, environ: Mapping[str, str]) -
     """Start a process with its output in `log`."""
     with log.open("wb") as file:
         return await asyncio.create_subprocess_exec(
-            *bound_to_parent(command), stdin=DEVNULL, stdout=file, stderr=STDOUT, env=environ, cwd=log.parent
+            *parent_bound_command(command), stdin=DEVNULL, stdout=file, stderr=STDOUT, env=environ, cwd=log.parent
         )
 
 

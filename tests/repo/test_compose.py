@@ -25,7 +25,7 @@ from headrace_gateway.access.keys import read_keys
 from headrace_gateway.settings import GatewaySettings
 from headrace_inference.settings import InferenceSettings
 from headrace_runtime.main import Service as Program
-from headrace_runtime.services import ServiceInfo, installed
+from headrace_runtime.services import ServiceInfo, installed_services
 from headrace_runtime.settings.sections import Common, ServiceSettings, is_loopback, load
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trinity_learner.configuration import TrinitySettings
@@ -45,7 +45,7 @@ from tests.repo.compose_files import (
 )
 from tests.unit.cli.doubles import HttpFake
 
-INSTALLED = installed()
+INSTALLED = installed_services()
 NO_PROGRAM_TO_CHECK_WITH = {"otel-collector"}
 RESOURCES = {"inference": "INFERENCE", "trainer": "TRAINER", "collector": "COLLECTOR", "gateway": "GATEWAY"}
 each_service = pytest.mark.parametrize("name", services())

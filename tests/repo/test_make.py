@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 
 import headrace
 from headrace_runtime.kafka import topics
-from headrace_runtime.services import installed
+from headrace_runtime.services import installed_services
 from tests.repo.compose_files import ROOT
 from tests.repo.sizes import sizes, tracked_files
 from tests.repo.test_images import needed
@@ -152,7 +152,7 @@ def test_an_unknown_name_is_refused_with_the_names_that_exist(arguments: str) ->
     assert "gate" in run.stderr or "attack" in run.stderr
 
 
-INSTALLED = installed()
+INSTALLED = installed_services()
 MODULES = {name: info.module for name, info in INSTALLED.items()}
 HEAVY = ("torch", "transformers", "faust", "aiokafka", "sqlalchemy", "starlette")
 _REPORT = """

@@ -23,7 +23,7 @@ from headrace_runtime.kafka import topics
 from headrace_runtime.kafka.consumer import assign_all, consumer, record_of
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import decode
-from headrace_runtime.services import installed
+from headrace_runtime.services import installed_services
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event, Turn
@@ -199,7 +199,7 @@ class ServiceProcess(LoggedProcess):
     def begin(self) -> None:
         """Start the process with the priority that `headrace up` gives it."""
         super().begin()
-        if installed()[self.name].is_background:
+        if installed_services()[self.name].is_background:
             yield_processor(self.pid)
 
     def start(self, *, ready: bool = True) -> None:

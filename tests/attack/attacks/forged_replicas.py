@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx2
 from pydantic import SecretStr
 
-from headrace_runtime.http.guard import signed
+from headrace_runtime.http.guard import sign_replica
 from headrace_runtime.settings.sections import SecuritySettings
 from headrace_schemas import Replica
 from tests.support.fake_replica import VERSION, FakeReplica
@@ -90,7 +90,7 @@ def _forged(replica: FakeReplica, traps: list[Trap], rng: random.Random) -> Repl
     name = rng.choice((replica.replica_id, f"replica-{rng.randrange(50)}"))
     wrong = SecuritySettings(internal_key=SecretStr(rng.randbytes(8).hex()))
     beat = replica.heartbeat(replica_id=name, url=f"http://{host}:{rng.choice(traps).port}", capacity=10_000)
-    return rng.choice((beat, signed(beat, wrong), beat.model_copy(update={"signature": rng.randbytes(32).hex()})))
+    return rng.choice((beat, sign_replica(beat, wrong), beat.model_copy(update={"signature": rng.randbytes(32).hex()})))
 
 
 async def _failed_calls(url: str) -> int:
@@ -104,7 +104,7 @@ async def _failed_calls(url: str) -> int:
 async def _beating(view: BusView, replica: FakeReplica, security: SecuritySettings) -> AsyncIterator[None]:
     async def beat() -> None:
         while True:
-            await view.producer.send(signed(replica.heartbeat(), security))
+            await view.producer.send(sign_replica(replica.heartbeat(), security))
             await asyncio.sleep(_BEAT_S)
 
     task = asyncio.create_task(beat())

@@ -51,7 +51,7 @@ class Trained:
         manifest = self.journal.manifest
         assert manifest is not None
         blobs = BlobStore((self.data_dir / "blobs").as_uri())
-        return versions.unpack(blobs, versions.read_manifest(blobs, manifest), folder)
+        return versions.fetch_version(blobs, versions.read_manifest(blobs, manifest), folder)
 
 
 def train(folder: Path, *arguments: str) -> None:

@@ -23,7 +23,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
 from headrace_runtime.storage.tables import StreamTables
 from headrace_runtime.stream.delivery import Outbox
-from headrace_runtime.stream.processor import Handling, Processor, ProcessorLimits, position
+from headrace_runtime.stream.processor import Handling, Processor, ProcessorLimits, read_positions
 from headrace_runtime.stream.stream_service import FaustHost
 from headrace_schemas import Event, Feedback
 from headrace_schemas.values.base import utcnow
@@ -152,7 +152,7 @@ async def _reached(stage: Stage, ends: Mapping[int, int]) -> None:
 
     async def reached() -> bool:
         async with stage.database.transaction() as tx:
-            offset = await position(tx, tables, "feedback")
+            offset = await read_positions(tx, tables, "feedback")
         return all(offset.get(number, -1) >= end for number, end in ends.items())
 
     await eventually(reached, 30)

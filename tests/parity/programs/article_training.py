@@ -34,7 +34,7 @@ from headrace.rollouts import Rollouts
 from headrace.stack import attach
 from headrace.topics import Range, connected
 from headrace_integrations.practice.collecting import record_of, run_and_collect
-from headrace_runtime.services import installed
+from headrace_runtime.services import installed_services
 from headrace_schemas import TrainingMetrics
 from headrace_trainer.algorithms.presets import ALGORITHMS
 from tests.parity.stage import (
@@ -290,7 +290,7 @@ def ab(stage: Stage) -> None:
 
 @program("isolation", own_stack=True)
 def isolation(stage: Stage) -> None:
-    distributions = installed()
+    distributions = installed_services()
     modules = {distributions[name].module for name in ("gateway", "inference", "collector", "trainer")}
     assert len(modules) == 4, "each is a process of its own, with resources of its own in deploy/"
 

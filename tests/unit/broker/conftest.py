@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 import pytest
 
 from headrace_broker import cleanup, reads
-from headrace_broker.app import running_broker
+from headrace_broker.app import serve_broker
 from headrace_broker.batch import RecordBatch, parse, parse_produced, records
 from headrace_broker.broker import Broker, Credentials
 from headrace_broker.cleanup import Upkeep
@@ -114,9 +114,9 @@ class Harness:
     def fetch(self, partition_id: int, offset: int = 0, *, committed: bool = False, bytes_max: int = ALL) -> ReadResult:
         partition = self.log.partition(partition_id)
         before = partition.stable if committed else partition.end
-        return reads.batches(self.reader, [ReadRequest(partition_id, offset, before, bytes_max, committed)], bytes_max)[
-            0
-        ]
+        return reads.read_batches(
+            self.reader, [ReadRequest(partition_id, offset, before, bytes_max, committed)], bytes_max
+        )[0]
 
     def rows(self, partition_id: int, offset: int = 0, *, committed: bool = False) -> list[Row]:
         """Return the records from `offset` on as a Kafka client decodes them."""
@@ -287,7 +287,7 @@ def run(tmp_path: Path) -> Run:
         store = Store(tmp_path, fsync=settings.fsync, file_bytes_max=settings.file_bytes_max)
         try:
             login = Credentials("headrace", password)
-            async with running_broker(store, settings, SystemClock(), login, guards) as (broker, server):
+            async with serve_broker(store, settings, SystemClock(), login, guards) as (broker, server):
                 yield Live(broker, server, store)
         finally:
             store.close()

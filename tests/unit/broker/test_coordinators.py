@@ -81,11 +81,11 @@ def test_offsets_become_the_groups_with_the_commit(broker: Harness) -> None:
     for commit, expected in ((False, {}), (True, {("t", 0): (42, "m")})):
         producer, epoch = _begin(broker, partition)
         broker.run(lambda p=producer, e=epoch: broker.transactions.commit_offsets("tx", p, e, "g", OFFSETS))  # type: ignore[misc]
-        assert reads.committed(broker.reader, "g") == ({}, {("t", 0)})
+        assert reads.read_committed_offsets(broker.reader, "g") == ({}, {("t", 0)})
         broker.run(
             lambda p=producer, e=epoch, c=commit: broker.transactions.end("tx", p, e, commit=c, now_ms=0)  # type: ignore[misc]
         )
-        assert reads.committed(broker.reader, "g") == (expected, set())
+        assert reads.read_committed_offsets(broker.reader, "g") == (expected, set())
 
 
 def test_epochs_run_out_into_a_new_producer_id(broker: Harness) -> None:

@@ -169,7 +169,7 @@ def test_a_reader_serves_nothing_that_is_damaged(written: tuple[Harness, int]) -
         )
     )
     with pytest.raises(Damaged, match="offset 5"):
-        reads.batches(broker.reader, [ReadRequest(partition, 0, BATCHES, ALL, False)], ALL)
+        reads.read_batches(broker.reader, [ReadRequest(partition, 0, BATCHES, ALL, False)], ALL)
     broker.store.note_damage()
     broker.close()
     broker.open()  # the next start

@@ -240,13 +240,13 @@ async def test_a_refused_join_leaves_no_group_behind(live: Live) -> None:
 
 
 async def test_a_port_that_is_taken(live: Live, tmp_path: Path) -> None:
-    from headrace_broker.app import running_broker
+    from headrace_broker.app import serve_broker
     from headrace_broker.settings import BrokerSettings
     from headrace_runtime.clock import SystemClock
 
     store = Store(tmp_path / "other")
     settings = BrokerSettings(kafka_port=live.broker.port)
     with pytest.raises(SettingError, match="kafka_port"):
-        async with running_broker(store, settings, SystemClock()):
+        async with serve_broker(store, settings, SystemClock()):
             pass
     store.close()

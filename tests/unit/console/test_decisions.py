@@ -25,7 +25,7 @@ from headrace_registry.pages.registry_api import RegistryApi
 from headrace_registry.pages.rollout_api import RolloutApi
 from headrace_registry.storage import audit
 from headrace_runtime.http import web
-from headrace_runtime.services import installed
+from headrace_runtime.services import installed_services
 from headrace_runtime.settings.sections import Common, ServiceSettings
 from headrace_schemas import TrainingMetrics, Turn
 from headrace_schemas.http.catalog import AuditEntry
@@ -47,7 +47,7 @@ async def opened(data_dir: Path, rig: Rig, *, read_only: bool = False) -> AsyncI
     rollouts = RolloutApi(common, rig.settings.rollout, rig.database, changes)
     application = web.app({}, [*api.routes(), *rollouts.routes()])
     async with web.serve(application, ServiceSettings()) as port:
-        urls = {**dict.fromkeys(installed(), "http://127.0.0.1:1"), "registry": f"http://127.0.0.1:{port}"}
+        urls = {**dict.fromkeys(installed_services(), "http://127.0.0.1:1"), "registry": f"http://127.0.0.1:{port}"}
         async with Stand(data_dir, read_only=read_only, urls=urls) as stand:
             yield stand
 
@@ -65,7 +65,7 @@ async def audited(rig: Rig) -> AuditEntry:
 
 @pytest.fixture(autouse=True)
 def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
+    monkeypatch.setattr(steps_of_rollouts, "new_salt", lambda: "salt")
 
 
 def address(version: str) -> str:
@@ -226,7 +226,7 @@ def test_services_that_were_left_out_are_read_from_the_state_file(tmp_path: Path
 
 
 async def test_the_loop_of_a_stack_that_is_away_says_so(tmp_path: Path) -> None:
-    async with Stand(tmp_path, urls=dict.fromkeys(installed(), "http://127.0.0.1:1")) as stand:
+    async with Stand(tmp_path, urls=dict.fromkeys(installed_services(), "http://127.0.0.1:1")) as stand:
         client = await stand.signed_in()
         page = await client.get("/")
         assert page.status_code == 200
@@ -280,7 +280,7 @@ def test_the_heading_of_the_why_page_depends_on_training(
 
 async def test_the_why_page_explains_each_reason_of_dropped_turns(tmp_path: Path) -> None:
     events = [turn("a", purpose="eval"), turn("b"), trajectory("T", left_out={"b": "undelivered"})]
-    async with Stand(tmp_path, urls=dict.fromkeys(installed(), "http://127.0.0.1:1")) as stand:
+    async with Stand(tmp_path, urls=dict.fromkeys(installed_services(), "http://127.0.0.1:1")) as stand:
         async with stand.console.database.transaction() as tx:
             await Batch(tx, Names(), titles=True, day=1).apply(
                 [LogEvent(event, 0, offset) for offset, event in enumerate(events)]

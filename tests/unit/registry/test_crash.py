@@ -200,7 +200,7 @@ async def story(rig: Rig, reward: float, *, dies: bool) -> tuple[Told, list[tupl
 async def test_rollout_decisions_are_the_same_after_crashes(
     tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch, reward: float, phase: str
 ) -> None:
-    monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
+    monkeypatch.setattr(steps_of_rollouts, "new_salt", lambda: "salt")
     stages = (RolloutStage(share=Fraction(1, 4), units_min=5), RolloutStage(share=Fraction(1, 2)))
     stories = []
     for dies in (False, True):
@@ -221,7 +221,7 @@ async def test_rollout_decision_without_a_bus_is_published_later(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A routing record contains the decision, the split, the aliases and the withdrawal, so that none appears alone."""
-    monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
+    monkeypatch.setattr(steps_of_rollouts, "new_salt", lambda: "salt")
     async with Rig(data_dir, settings=canary_settings()) as rig:
         (old,) = await rig.promote_in_turn(0)
         new = await under_way(rig)

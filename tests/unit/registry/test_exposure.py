@@ -34,7 +34,7 @@ RAMP = (RolloutStage(share=Fraction(1, 10), units_min=5), RolloutStage(share=Fra
 @pytest.fixture(autouse=True)
 def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fix the salt, so that the assignment to arms depends only on the seed."""
-    monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
+    monkeypatch.setattr(steps_of_rollouts, "new_salt", lambda: "salt")
 
 
 @pytest_asyncio.fixture

@@ -32,7 +32,7 @@ def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
 
     With random salts, one in twenty rollouts of an equal version may be rolled back.
     """
-    monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
+    monkeypatch.setattr(steps_of_rollouts, "new_salt", lambda: "salt")
 
 
 @pytest_asyncio.fixture

@@ -21,7 +21,7 @@ from headrace_runtime.http import web
 from headrace_runtime.http.web import public_settings, settings_route
 from headrace_runtime.kafka import topics
 from headrace_runtime.registries import NameIn, OrNameIn, PluginError, Registry
-from headrace_runtime.services import ServiceInfo, installed
+from headrace_runtime.services import ServiceInfo, installed_services
 from headrace_runtime.settings.reference import SettingDoc, describe
 from headrace_runtime.settings.sections import (
     BusSettings,
@@ -298,5 +298,7 @@ def test_a_section_that_is_there_already_is_no_name_for_a_package(
 
 
 def test_ours_announce_themselves_like_anybody() -> None:
-    assert {"gateway", "broker", "collector", "scorer", "judge", "trainer", "registry", "inference"} <= set(installed())
-    assert all(isinstance(info, ServiceInfo) for info in installed().values())
+    assert {"gateway", "broker", "collector", "scorer", "judge", "trainer", "registry", "inference"} <= set(
+        installed_services()
+    )
+    assert all(isinstance(info, ServiceInfo) for info in installed_services().values())

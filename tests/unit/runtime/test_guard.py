@@ -19,7 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from headrace_runtime.http import web
-from headrace_runtime.http.guard import ReplicaTrust, WebGuard, signed
+from headrace_runtime.http.guard import ReplicaTrust, WebGuard, sign_replica
 from headrace_runtime.settings.sections import SecuritySettings, ServiceSettings
 from headrace_schemas import Replica
 from tests.support.fake_replica import FakeReplica
@@ -203,7 +203,7 @@ async def test_every_server_has_the_guard() -> None:
 
 
 KEYED = SecuritySettings(internal_key=SecretStr("between-us"))
-GENUINE = signed(FakeReplica("replica-0", url="http://10.0.0.7:8010").heartbeat(), KEYED)
+GENUINE = sign_replica(FakeReplica("replica-0", url="http://10.0.0.7:8010").heartbeat(), KEYED)
 
 
 def forged(rng: random.Random) -> Replica:
@@ -224,7 +224,7 @@ def forged(rng: random.Random) -> Replica:
     ))  # fmt: skip
     other_security = SecuritySettings(internal_key=SecretStr(rng.randbytes(8).hex()))
     base = GENUINE.model_copy(update={"url": url, "replica_id": rng.choice(("replica-0", "replica-1", "é\0"))})
-    signature = rng.choice(("", "0" * 64, GENUINE.signature, signed(base, other_security).signature))
+    signature = rng.choice(("", "0" * 64, GENUINE.signature, sign_replica(base, other_security).signature))
     return base.model_copy(update={"signature": signature})
 
 

@@ -19,7 +19,7 @@ import pytest
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.kafka import topics, wire
 from headrace_runtime.kafka.consumer import TopicTable
-from headrace_runtime.kafka.wire import Outgoing, Record, decode, encode, more_values_than
+from headrace_runtime.kafka.wire import Outgoing, Record, decode, encode, exceeds_value_limits
 from headrace_runtime.process import logs
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
@@ -148,18 +148,18 @@ def test_what_stands_in_strings_does_not_count(monkeypatch: pytest.MonkeyPatch, 
         value = [drawn(rng), ",,,[[[{{{"]
         body = json.dumps(value, ensure_ascii=rng.random() < 0.5).encode()
         count = separators(value)
-        assert not more_values_than(body, count), body
-        assert more_values_than(body, count - 1), body
+        assert not exceeds_value_limits(body, count), body
+        assert exceeds_value_limits(body, count - 1), body
 
 
 @pytest.mark.parametrize("body", [b'"' + b",[{" * 5, b'["\\', b',,,"\\', b'"\\"\\', b"", b'"', b"\\"])
 def test_what_is_no_json_ends_too(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "_PORTION_BYTES", 2)
-    assert more_values_than(body, 2) == (body.startswith(b",,,"))
+    assert exceeds_value_limits(body, 2) == (body.startswith(b",,,"))
 
 
 def test_text_full_of_commas_is_one_value() -> None:
-    assert not more_values_than(json.dumps({"content": "1,2,3\n" * 500_000}).encode(), 10)
+    assert not exceeds_value_limits(json.dumps({"content": "1,2,3\n" * 500_000}).encode(), 10)
 
 
 @pytest.mark.parametrize("portion", [2, 1000])
@@ -171,8 +171,8 @@ def test_objects_and_lists_are_counted_by_themselves(monkeypatch: pytest.MonkeyP
     for _ in range(100):
         body = json.dumps([drawn(rng), [1, 2, 3], "[{" * 9]).encode()
         containers = opened(json.loads(body))
-        assert not more_values_than(body, 10**6, containers), body
-        assert more_values_than(body, 10**6, containers - 1), body
+        assert not exceeds_value_limits(body, 10**6, containers), body
+        assert exceeds_value_limits(body, 10**6, containers - 1), body
 
 
 def opened(value: object) -> int:

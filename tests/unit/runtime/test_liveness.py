@@ -27,7 +27,7 @@ from headrace_judge import __main__ as judge
 from headrace_runtime.main import GARBAGE_THRESHOLD
 from headrace_runtime.process import liveness, parent_death
 from headrace_runtime.process.liveness import LivenessWatch
-from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import parent_bound_command
 from headrace_scorer import __main__ as scorer
 from tests.support.processes import alive, wait_until
 
@@ -253,8 +253,8 @@ def test_a_time_that_is_none_is_refused(tmp_path: Path) -> None:
 
 PARENT = """
 import subprocess, sys
-from headrace_runtime.process.parent_death import bound_to_parent
-child = subprocess.Popen(bound_to_parent(["sleep", "600"]))
+from headrace_runtime.process.parent_death import parent_bound_command
+child = subprocess.Popen(parent_bound_command(["sleep", "600"]))
 print(child.pid, flush=True)
 sys.stdin.read()
 """
@@ -272,7 +272,9 @@ def test_a_killed_parent_takes_its_child_along() -> None:
 
 def test_the_command_gets_its_arguments_and_gives_its_status() -> None:
     code = "import sys; print(sys.argv[1:]); sys.exit(7)"
-    process = subprocess.run(bound_to_parent([sys.executable, "-c", code, "a b", "-x"]), capture_output=True, text=True)
+    process = subprocess.run(
+        parent_bound_command([sys.executable, "-c", code, "a b", "-x"]), capture_output=True, text=True
+    )
     assert (process.stdout, process.returncode) == ("['a b', '-x']\n", 7)
 
 
@@ -281,7 +283,7 @@ def test_the_variable_is_that_of_the_pipe() -> None:
 
 
 def test_a_command_that_does_not_exist_is_named() -> None:
-    process = subprocess.run(bound_to_parent(["no-such-command"]), capture_output=True, text=True)
+    process = subprocess.run(parent_bound_command(["no-such-command"]), capture_output=True, text=True)
     assert (process.returncode, process.stderr) == (127, "no-such-command: No such file or directory\n")
 
 
@@ -298,7 +300,7 @@ inner = (
     "import os, socket; assert socket.socket(fileno=3).getsockname(); os.write(int(os.environ['LIVENESS_FD']), b'.');"
 )
 if os.fork() == 0:
-    os.execv(sys.executable, parent_death.bound_to_parent([sys.executable, "-c", inner], handed_over)[:4]
+    os.execv(sys.executable, parent_death.parent_bound_command([sys.executable, "-c", inner], handed_over)[:4]
              + [str(os.getppid()), str(handed_over), sys.executable, "-c", inner])
 assert os.wait()[1] == 0
 assert os.read(reading, 10) == b"."

@@ -20,7 +20,7 @@ from headrace_runtime.settings.sections import RefusalBounds
 from headrace_runtime.storage.tables import StreamTables
 from headrace_runtime.stream import delivery
 from headrace_runtime.stream.pausing import TenantLimits
-from headrace_runtime.stream.processor import Handling, Unfinished, position, run_until_finished
+from headrace_runtime.stream.processor import Handling, Unfinished, read_positions, run_until_finished
 from headrace_schemas import DeadLetter, Event, Feedback, Reward, SessionEnd
 from headrace_schemas.values.ids import session_key
 from tests.support.streams import Bench, Service, bench
@@ -48,13 +48,13 @@ class Handlers:
         self.on: dict[str, list[Exception]] = {}
         self.seen_ends: list[dict[str, dict[int, int]]] = []
         self.positions: list[int] = []
-        """Results of `position` for each settling step."""
+        """Results of `read_positions` for each settling step."""
         self.overtaken: list[int] = []
-        """Offsets of records that were handled when `position` was already past them."""
+        """Offsets of records that were handled when `read_positions` was already past them."""
         self.after_batch_fails: Exception | None = None
 
     async def feedback(self, event: Feedback, handling: Handling) -> Sequence[Event]:
-        if (await position(handling.tx, tables, "feedback")).get(0, 0) > handling.received.record.offset:
+        if (await read_positions(handling.tx, tables, "feedback")).get(0, 0) > handling.received.record.offset:
             self.overtaken.append(handling.received.record.offset)
         await handling.tx.execute(insert(effects).values(feedback_id=event.feedback_id))
         if self.on.get(event.feedback_id):
@@ -66,7 +66,7 @@ class Handlers:
         return []
 
     async def after_batch(self, tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
-        self.positions += (await position(tx, tables, "feedback")).values()
+        self.positions += (await read_positions(tx, tables, "feedback")).values()
         if self.after_batch_fails:
             raise self.after_batch_fails
         return []
@@ -259,8 +259,10 @@ async def test_a_new_database_starts_at_the_position_of_its_group(stream: Bench)
     await stream.deliver(feedback("a"))
     await stream.processor.recover({("feedback", 0): 7, ("turns", 2): 5})
     async with stream.processor.database.transaction() as tx:
-        assert await position(tx, tables, "turns") == {2: 5}
-        assert await position(tx, tables, "feedback") == {0: 1}, "what the effects reach is known better than that"
+        assert await read_positions(tx, tables, "turns") == {2: 5}
+        assert await read_positions(tx, tables, "feedback") == {0: 1}, (
+            "what the effects reach is known better than that"
+        )
 
 
 async def test_old_ids_are_forgotten(stream: Bench) -> None:

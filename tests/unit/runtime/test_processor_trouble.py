@@ -20,7 +20,7 @@ from headrace_runtime.settings.sections import RefusalBounds
 from headrace_runtime.storage.tables import StreamTables
 from headrace_runtime.stream import delivery
 from headrace_runtime.stream.pausing import TenantLimits
-from headrace_runtime.stream.processor import Handling, ProcessorLimits, StepFailed, position
+from headrace_runtime.stream.processor import Handling, ProcessorLimits, StepFailed, read_positions
 from headrace_schemas import DeadLetter, Event, Feedback, Reward
 from headrace_schemas.values.ids import session_key
 from tests.support.streams import Bench, Service, bench
@@ -138,7 +138,7 @@ async def test_a_broken_step_is_not_tried_again_for_a_record_alone(stream: Bench
 
 async def test_a_step_that_breaks_on_a_batch_is_not_tried_on_parts_of_it(stream: Bench) -> None:
     async def after_batch(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
-        if (await position(tx, tables, "feedback"))[0] == 2:
+        if (await read_positions(tx, tables, "feedback"))[0] == 2:
             raise ValueError("a bug")
         return []
 
@@ -269,7 +269,7 @@ async def test_what_was_kept_back_is_tried_again_after_a_restart(
         assert [reward.trajectory_id for reward in stream.sent(Reward)] == ["d", "e", "f"]
         assert await stream.count("jobs") == 0
         async with restarted.database.transaction() as tx:
-            assert await position(tx, tables, "feedback") == {0: 6}, "positions do not go back"
+            assert await read_positions(tx, tables, "feedback") == {0: 6}, "positions do not go back"
 
 
 async def test_a_tenant_without_room_is_dead_lettered_while_others_are_handled(

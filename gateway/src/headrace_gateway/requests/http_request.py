@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from headrace_gateway.access.refusals import ApiError
 from headrace_gateway.requests.request_context import RequestContext
-from headrace_runtime.kafka.wire import more_values_than
+from headrace_runtime.kafka.wire import exceeds_value_limits
 from headrace_runtime.process.event_loop import run_off_loop
 from headrace_schemas.values.ids import decode_segment
 from headrace_schemas.values.text import closest, printable
@@ -151,7 +151,7 @@ def check_values(
 ) -> None:
     """Check that `body` has at most `values_max` JSON values, and at most `containers_max` objects and lists. Raises
     `ApiError` 413."""
-    if more_values_than(body, values_max, containers_max):
+    if exceeds_value_limits(body, values_max, containers_max):
         containers = (
             f", or more than {containers_max} objects and lists" if (containers_max or values_max) < values_max else ""
         )

@@ -18,7 +18,7 @@ from headrace_operations.replay.program import start_program
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_operations.supervisor.plan import data_dir_of
 from headrace_runtime.errors import SettingError
-from headrace_runtime.storage.base_models import Repository, hub_errors, resolve
+from headrace_runtime.storage.base_models import Repository, resolve, translate_hub_errors
 from headrace_schemas.http.catalog import RegisterRequest
 from headrace_schemas.http.registry_api import ModelState, VersionState
 from headrace_schemas.programs import MANIFEST_FILE, FolderLine, MergedLine, MergeLine, StoredLine
@@ -151,7 +151,7 @@ def push(folder: Path, target: str, *, message: str, private: bool) -> str:
     repository = Repository.parse(target)
     if repository is None:
         raise SettingError("target", target, "must be org/name or org/name@branch")
-    with hub_errors(repository, "target") as hub:
+    with translate_hub_errors(repository, "target") as hub:
         api = hub.HfApi()
         api.create_repo(repository.name, private=private, exist_ok=True)
         commit = api.upload_folder(

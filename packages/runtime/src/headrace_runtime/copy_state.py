@@ -114,7 +114,7 @@ async def copy_all(common: Common, url: str) -> dict[str, dict[str, int]]:
     files = common.model_copy(update={"database": common.database.model_copy(update={"url": SecretStr("sqlite")})})
     server = common.model_copy(update={"database": common.database.model_copy(update={"url": SecretStr(url)})})
     copied = {}
-    for name, info in services.installed().items():
+    for name, info in services.installed_services().items():
         if not (info.database and (common.data_dir / "db" / f"{name}.sqlite").exists()):
             continue
         source, target = Database.open(name, files), Database.open(name, server)

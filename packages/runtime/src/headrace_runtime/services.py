@@ -53,6 +53,6 @@ class ServiceInfo:
 SERVICES: Registry[ServiceInfo] = Registry("services", ServiceInfo, "service")
 
 
-def installed() -> dict[str, ServiceInfo]:
+def installed_services() -> dict[str, ServiceInfo]:
     """Return all installed services by name. Raises `PluginError` if an announcement is invalid."""
     return SERVICES.all()

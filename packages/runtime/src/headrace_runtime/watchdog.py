@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from headrace_runtime.process.liveness import VARIABLE, LivenessWatch
-from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import parent_bound_command
 
 HANG_TIMEOUT = "HANG_TIMEOUT_S"
 START_TIMEOUT = "START_TIMEOUT_S"
@@ -30,7 +30,7 @@ def watch(command: Sequence[str], hang_timeout_s: float, start_timeout_s: float)
     liveness = LivenessWatch()
     writing = liveness.open()
     process = subprocess.Popen(
-        bound_to_parent(command),
+        parent_bound_command(command),
         pass_fds=(writing,),
         env={**os.environ, VARIABLE: str(writing)},
         start_new_session=True,

@@ -60,7 +60,7 @@ async def run(common: Common, settings: BrokerSettings) -> None:
         credentials = Credentials(common.bus.username, common.bus.password.get_secret_value())
         free_min = common.disk_free_bytes_min
         guards = disk.DiskGuard(folder, free_min), disk.DiskGuard(folder, free_min, share=_SHARE_OF_TABLES)
-        async with running_broker(store, settings, SystemClock(), credentials, guards) as (broker, server):
+        async with serve_broker(store, settings, SystemClock(), credentials, guards) as (broker, server):
             log.info("listening", kafka=f"{KAFKA_HOST}:{broker.port}", file=str(store.path))
             async with asyncio.TaskGroup() as group:
                 group.create_task(_wait_for_failure(broker.writer.failed, store))
@@ -74,7 +74,7 @@ async def run(common: Common, settings: BrokerSettings) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running_broker(
+async def serve_broker(
     store: Store,
     settings: BrokerSettings,
     clock: Clock,

@@ -131,7 +131,7 @@ class Coordinator:
         group.used_ms = epoch_ms(self._clock.now())
         await self._stored(self._writer.submit(partial(self._offsets.commit, group.id, topics, group.used_ms)))
 
-    def enlist(self, group_id: str) -> None:
+    def ensure_group(self, group_id: str) -> None:
         """Create the group unless it exists, because a transaction will commit offsets for it."""
         self._group(group_id, create=True).used_ms = epoch_ms(self._clock.now())
 

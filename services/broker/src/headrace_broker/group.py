@@ -283,7 +283,7 @@ class Group:
             return
         if self.leader not in {member.id for member in joined}:
             self.leader = joined[0].id
-        self.protocol = self._elected()
+        self.protocol = self._elect_protocol()
         self.phase = Phase.COMPLETING
         self.rebalance_ends_s = now_s + max(member.rebalance_timeout_s for member in self.members.values())
         for member in joined:
@@ -294,7 +294,7 @@ class Group:
         self.leader = self.protocol = ""
         self.changed = True
 
-    def _elected(self) -> str:
+    def _elect_protocol(self) -> str:
         """Return the assignment protocol that most members prefer, of those that all members support."""
         common = set.intersection(*({p.name for p in member.protocols} for member in self.members.values()))
         favourites = [next(p.name for p in m.protocols if p.name in common) for m in self.members.values()]

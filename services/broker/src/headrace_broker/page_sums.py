@@ -103,7 +103,7 @@ class PageSums:
             self._set(number, _ENTRY.pack(page_crc, page_adler))
             result.repaired_pages.append(number)
             return
-        repaired_page = corrected(page, crc, adler)
+        repaired_page = correct_changed_byte(page, crc, adler)
         if repaired_page is not None:
             _write(database, repaired_page, (number - 1) * PAGE_BYTES)
             result.repaired_pages.append(number)
@@ -122,7 +122,7 @@ class PageSums:
         return data[: len(data) // _ENTRY.size * _ENTRY.size]
 
 
-def corrected(data: bytes, crc: int, adler: int) -> bytes | None:
+def correct_changed_byte(data: bytes, crc: int, adler: int) -> bytes | None:
     """Return `data` with one byte changed so that both checksums match, or None if no single change achieves that."""
     difference = zlib.crc32(data) ^ crc
     for at in range(len(data) - 1, -1, -1):

@@ -45,7 +45,7 @@ class ReadResult(NamedTuple):
     aborted: tuple[AbortedTransaction, ...] | None
 
 
-def batches(db: sqlite3.Connection, requests: Sequence[ReadRequest], bytes_max: int) -> list[ReadResult]:
+def read_batches(db: sqlite3.Connection, requests: Sequence[ReadRequest], bytes_max: int) -> list[ReadResult]:
     """Read the batches for each request, in one snapshot of the file. Together they have at most `bytes_max` bytes,
     unless the first batch alone is larger."""
     results = []
@@ -77,7 +77,7 @@ def offset_at_time(db: sqlite3.Connection, partition_id: int, start: int, end: i
     return -1, -1
 
 
-def committed(
+def read_committed_offsets(
     db: sqlite3.Connection, group_id: str
 ) -> tuple[dict[tuple[str, int], tuple[int, str | None]], Set[tuple[str, int]]]:
     """Return a group's committed offsets with their metadata, by topic and partition, and the partitions for which open
@@ -89,7 +89,7 @@ def committed(
         return offsets, set(db.execute(pending, (group_id,)))
 
 
-def producers(db: sqlite3.Connection, partition_id: int) -> tuple[ActiveProducer, ...]:
+def read_producers(db: sqlite3.Connection, partition_id: int) -> tuple[ActiveProducer, ...]:
     """Return the state of each producer that has written to a partition."""
     query = "SELECT producer_id, epoch, recent, open_from, seen_ms FROM producers WHERE partition = ?"
     active = []

@@ -23,7 +23,7 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-from headrace_broker.page_sums import PAGE_BYTES, PageSums, corrected, count_differences, sums, sums_of
+from headrace_broker.page_sums import PAGE_BYTES, PageSums, correct_changed_byte, count_differences, sums, sums_of
 
 _HEADER_BYTES = 32
 _FRAME_HEADER_BYTES = 24
@@ -176,7 +176,7 @@ def _repaired_frame(frame: bytes, entry: _Entry) -> bytes | None:
     header, page = frame[:_FRAME_HEADER_BYTES], frame[_FRAME_HEADER_BYTES:]
     if sums(page) == (entry.crc, entry.adler):
         return entry.header + page if count_differences(header, entry.header) <= 1 else None
-    restored = corrected(page, entry.crc, entry.adler) if header == entry.header else None
+    restored = correct_changed_byte(page, entry.crc, entry.adler) if header == entry.header else None
     return None if restored is None else header + restored
 
 

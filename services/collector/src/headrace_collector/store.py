@@ -21,7 +21,7 @@ from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.process.event_loop import run_off_loop
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.storage.tables import first_within, portions, upsert
+from headrace_runtime.storage.tables import split_into_batches, take_within_limits, upsert
 from headrace_schemas import Feedback, Turn
 from headrace_schemas.values.text import printable
 
@@ -227,12 +227,12 @@ async def feedback_of_session(
         query = query.order_by(table.used_ms.desc(), table.source_offset.desc())
         sizes += (await tx.execute(query.limit(_FEEDBACK_MAX + 1))).all()
     sizes.sort(key=lambda row: row[2], reverse=True)
-    counted = first_within(sizes, _FEEDBACK_MAX, lambda row: (row[1],), (_FEEDBACK_BYTES_MAX,))
+    counted = take_within_limits(sizes, _FEEDBACK_MAX, lambda row: (row[1],), (_FEEDBACK_BYTES_MAX,))
     if len(counted) < len(sizes):
         log.warning("feedback_left_out", session=session_key, counted=len(counted))
     columns = feedback.c.event_id, feedback.c.payload, feedback.c.source_offset, feedback.c.turns_until
     rows: list[Any] = []
-    for part in portions((name for name, *_ in counted), _EVENTS_AT_ONCE):
+    for part in split_into_batches((name for name, *_ in counted), _EVENTS_AT_ONCE):
         query = select(*columns).where(feedback.c.event_id.in_(part))
         rows += (await tx.execute(query)).all()
     size_bytes = sum(length_bytes for _, length_bytes, _ in counted)

@@ -43,7 +43,7 @@ from headrace_runtime.clock import Clock, SystemClock
 from headrace_runtime.http import web
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.services import installed
+from headrace_runtime.services import installed_services
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage import database, disk
 from headrace_runtime.storage.blobs import BlobStore
@@ -88,7 +88,7 @@ class Console:
         self._has_training_report = True
         key = common.security.internal_key.get_secret_value()
         self.logins = Logins(common.data_dir, settings.users, clock, stack_key=key)
-        self._stack = StackReader(common, settings, installed(), clock)
+        self._stack = StackReader(common, settings, installed_services(), clock)
         registry = RegistryReader(self._stack.url("registry"), key, clock)
         keys = {tenant: secret.get_secret_value() for tenant, secret in settings.gateway_keys.items()}
         gateway = GatewayClient(self._stack.url("gateway"), keys, key)

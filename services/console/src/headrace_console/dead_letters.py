@@ -23,7 +23,7 @@ from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import Outgoing, Record, decode
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_runtime.storage.tables import portions
+from headrace_runtime.storage.tables import split_into_batches
 from headrace_schemas import DeadLetter, DeadLetterDecision
 from headrace_schemas.rules.training import permanent_problem, retry_headers
 
@@ -133,7 +133,7 @@ class DeadLetterActions:
         Raises:
             Unavailable: the bus does not answer.
         """
-        for part in portions(rows, _READ_AT_ONCE):
+        for part in split_into_batches(rows, _READ_AT_ONCE):
             events = await self._records.read(DeadLetter.topic, [position_of(row) for row in part])
             for row in part:
                 letter = events.get(position_of(row))

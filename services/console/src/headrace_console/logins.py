@@ -23,7 +23,7 @@ from headrace_console.users import Role, Scope, User
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.storage.files import owner_alone, replace_file
+from headrace_runtime.storage.files import open_for_owner, replace_file
 from headrace_schemas.http.stack_access import take_login_token
 
 log = get_logger(__name__)
@@ -76,7 +76,7 @@ class SessionFile:
         content = json.dumps([asdict(session) for session in sessions]).encode("ascii")
         try:
             self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            replace_file(self._path, content, opener=owner_alone)
+            replace_file(self._path, content, opener=open_for_owner)
         except OSError as error:
             log.warning("sessions_not_stored", path=str(self._path), error=str(error))
 

@@ -22,7 +22,7 @@ from headrace_inference.settings import InferenceSettings
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Unavailable
 from headrace_runtime.http import web
-from headrace_runtime.http.guard import signed
+from headrace_runtime.http.guard import sign_replica
 from headrace_runtime.kafka import topics
 from headrace_runtime.kafka.dead_letters import DeadLetterSender
 from headrace_runtime.kafka.producer import EventProducer
@@ -119,7 +119,7 @@ async def run(common: Common, settings: InferenceSettings) -> None:
         announcer = Announcer(
             producer,
             SystemClock(),
-            signed(_identity(settings, port, engine, forms), common.security),
+            sign_replica(_identity(settings, port, engine, forms), common.security),
             fleet.versions,
             engine.in_flight,
             settings.heartbeat_s,

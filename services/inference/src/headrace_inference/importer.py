@@ -130,7 +130,7 @@ class Importer:
             raise VersionUnusable(f"{folder} is an adapter: name the version that it applies to (--base)")
         with tempfile.TemporaryDirectory(prefix="headrace-base-") as name:
             base_manifest = versions.read_manifest(self._blobs, line.base)
-            base = versions.unpack(self._blobs, base_manifest, Path(name))
+            base = versions.fetch_version(self._blobs, base_manifest, Path(name))
             check_adapter(folder, base, base_manifest)
             draft = Manifest(
                 name=line.name,
@@ -313,8 +313,8 @@ def merge_adapter(blobs: BlobStore, adapter: BlobRef, base: BlobRef, target: Pat
             f"{adapter_manifest.version} is an adapter of {adapter_manifest.base}, not of {base_manifest.version}"
         )
     with tempfile.TemporaryDirectory(prefix="headrace-merge-") as name:
-        folder = versions.unpack(blobs, base_manifest, Path(name) / "base")
-        adapter_folder = versions.unpack(blobs, adapter_manifest, Path(name) / "adapter")
+        folder = versions.fetch_version(blobs, base_manifest, Path(name) / "base")
+        adapter_folder = versions.fetch_version(blobs, adapter_manifest, Path(name) / "adapter")
         model = load_model(folder, adapter_folder, torch.float32).merge_and_unload(safe_merge=True)
         model.to(_stored_type(folder)).save_pretrained(target, safe_serialization=True)
         for path in versions.model_files(folder):

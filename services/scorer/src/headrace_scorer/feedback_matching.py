@@ -14,7 +14,7 @@ from typing import TypeVar
 from pydantic import JsonValue
 
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.storage.tables import first_within
+from headrace_runtime.storage.tables import take_within_limits
 from headrace_schemas import Feedback
 from headrace_schemas.values.bounds import merge_contexts
 
@@ -220,7 +220,7 @@ def newest(records: Iterable[P], events_max: int | None = None) -> list[P]:
     """
     most = EVENTS_MAX if events_max is None else events_max
     ordered = sorted(records, key=lambda record: record.offset, reverse=True)
-    counted = first_within(
+    counted = take_within_limits(
         ordered, most, lambda record: (record.size_bytes, record.value_count), (_BYTES_MAX, _VALUES_MAX)
     )
     return counted[::-1]

@@ -17,7 +17,7 @@ from headrace_runtime.kafka.dead_letters import dead_letter
 from headrace_runtime.kafka.wire import Record
 from headrace_runtime.process.event_loop import run_off_loop
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.storage.tables import insert_new, portions, upsert
+from headrace_runtime.storage.tables import insert_new, split_into_batches, upsert
 from headrace_schemas import DeadLetter, Feedback, Trajectory
 from headrace_schemas.values.text import printable
 from headrace_scorer.feedback_entries import Answer
@@ -149,7 +149,7 @@ async def _claim_turns(tx: AsyncConnection, trajectory: Trajectory) -> None:
     if not trajectory.turn_ids:
         return
     taking = insert_new(tx, turn_owners, ("tenant", "turn_id"))
-    for some in portions(sorted(trajectory.turn_ids), _TURNS_AT_ONCE):
+    for some in split_into_batches(sorted(trajectory.turn_ids), _TURNS_AT_ONCE):
         names = {"tenant": trajectory.tenant, "trajectory_id": trajectory.trajectory_id}
         await tx.execute(taking, [{**names, "turn_id": turn} for turn in some])
         query = select(turn_owners.c.turn_id, turn_owners.c.trajectory_id).where(
@@ -224,7 +224,7 @@ async def _forget_old_listings(tx: AsyncConnection, turn_ids: Collection[str]) -
     reduced to that number once there are twice as many, so that new feedback about a turn does not read all earlier
     ones.
     """
-    for part in portions(sorted(set(turn_ids)), _TURNS_AT_ONCE):
+    for part in split_into_batches(sorted(set(turn_ids)), _TURNS_AT_ONCE):
         counts = select(listed.c.turn_id).where(listed.c.turn_id.in_(part)).group_by(listed.c.turn_id)
         for turn_id in (await tx.execute(counts.having(func.count() > 2 * EVENTS_MAX))).scalars().all():
             ordered = select(listed.c.event_id).join(feedback, feedback.c.event_id == listed.c.event_id)
@@ -241,7 +241,7 @@ async def load_feedback(tx: AsyncConnection, names: Iterable[str]) -> dict[str, 
     table = feedback.c
     columns = table.event_id, table.payload, table.place, table.turns_until, table.trajectories_until
     records: dict[str, PlacedFeedback] = {}
-    for part in portions(sorted(set(names)), _EVENTS_AT_ONCE):
+    for part in split_into_batches(sorted(set(names)), _EVENTS_AT_ONCE):
         query = select(*columns).where(table.event_id.in_(part))
         for name, payload, place, turns_until, trajectories_until in await tx.execute(query):
             try:

@@ -213,7 +213,7 @@ def test_an_adapter_needs_a_base(importer: Importer, models: Models) -> None:
 
 def exported(models: Models, folder: Path) -> Path:
     """Write a folder as `headrace models export` does."""
-    versions.unpack(models.blobs, models.first.manifest, folder)
+    versions.fetch_version(models.blobs, models.first.manifest, folder)
     (folder / MANIFEST_FILE).write_bytes(models.first.manifest.canonical_json())
     return folder
 
@@ -224,7 +224,7 @@ def test_an_exported_folder_is_the_very_same_version_elsewhere(models: Models, t
     stored = Importer(elsewhere, InferenceSettings()).import_folder(FolderLine(folder=str(folder)))
     assert stored.version == models.first.version
     stored_manifest = versions.read_manifest(elsewhere, stored.manifest)
-    assert versions.unpack(elsewhere, stored_manifest, tmp_path / "again").joinpath("model.safetensors").exists()
+    assert versions.fetch_version(elsewhere, stored_manifest, tmp_path / "again").joinpath("model.safetensors").exists()
 
 
 def test_weights_are_never_in_memory_as_a_whole_file(
@@ -294,8 +294,8 @@ def test_what_is_exported_is_loaded_by_transformers_and_peft(models: Models, tmp
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    full = versions.unpack(models.blobs, models.first.manifest, tmp_path / "full")
-    lora = versions.unpack(models.blobs, models.adapter.manifest, tmp_path / "lora")
+    full = versions.fetch_version(models.blobs, models.first.manifest, tmp_path / "full")
+    lora = versions.fetch_version(models.blobs, models.adapter.manifest, tmp_path / "lora")
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(full, dtype=torch.float32), str(lora))
     tokens = models.adapter.manifest.fingerprint
     with torch.no_grad():

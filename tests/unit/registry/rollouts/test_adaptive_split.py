@@ -101,7 +101,7 @@ def test_adaptive_split_gives_candidate_and_control_equal_shares() -> None:
 
 @pytest_asyncio.fixture
 async def rig(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
-    monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
+    monkeypatch.setattr(steps_of_rollouts, "new_salt", lambda: "salt")
     stages = (RolloutStage(share=Fraction(1, 4), units_min=2000),)
     async with Rig(
         data_dir, settings=canary_settings(stages=stages, slots=2, split="adaptive", floor=Fraction(1, 8))

@@ -26,7 +26,7 @@ from tests.unit.registry.rollout_traffic import SHADOW, FakeAnswers, ShadowTraff
 
 @pytest.fixture(autouse=True)
 def _one_salt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps_of_rollouts, "fresh_salt", lambda: "salt")
+    monkeypatch.setattr(steps_of_rollouts, "new_salt", lambda: "salt")
 
 
 async def opened(folder: Path, url: str = "sqlite", **changes: object) -> tuple[Rig, FakeAnswers]:

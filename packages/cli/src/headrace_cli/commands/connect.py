@@ -69,7 +69,7 @@ def write(file: Path, content: str) -> Path | None:
     Raises:
         UsageError: the file cannot be written.
     """
-    from headrace_runtime.storage.files import owner_alone, replace_file
+    from headrace_runtime.storage.files import open_for_owner, replace_file
 
     backup = None
     try:
@@ -77,8 +77,8 @@ def write(file: Path, content: str) -> Path | None:
         if file.exists():
             backup = file.with_name(f"{file.name}.before-headrace")
             if not backup.exists():
-                replace_file(backup, file.read_bytes(), opener=owner_alone)
-        replace_file(file, content.encode(), opener=owner_alone)
+                replace_file(backup, file.read_bytes(), opener=open_for_owner)
+        replace_file(file, content.encode(), opener=open_for_owner)
     except OSError as error:
         raise UsageError(f"{file}: cannot be written: {error.strerror}; check the folder and its permissions") from None
     return backup

@@ -23,7 +23,7 @@ from headrace_cli.demo.console_reporter import ConsoleReporter, Watch
 from headrace_cli.demo.measures import MeasuredPlays, Row, RowsRecipe
 from headrace_cli.demo.recipe import Goal, Recipe
 from headrace_operations.supervisor.state import StartFailed
-from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import parent_bound_command
 from headrace_runtime.process.programs import program_environment
 from headrace_schemas import Experience, TrainingMetrics
 
@@ -103,7 +103,7 @@ async def running_agent(command: Sequence[str], environ: Mapping[str, str]) -> A
 
     The agent gets time to finish. The block may wait for its end.
     """
-    process = await asyncio.create_subprocess_exec(*bound_to_parent(command), env=environ)
+    process = await asyncio.create_subprocess_exec(*parent_bound_command(command), env=environ)
     try:
         yield process
         if process.returncode is None:
@@ -230,7 +230,7 @@ class DemoRun:
 
         The plays take part in no decision: the agent stops by the registry's audit, which uses other plays.
         """
-        command = bound_to_parent(self.recipe.command("measure", {**self._values(), "version": version}))
+        command = parent_bound_command(self.recipe.command("measure", {**self._values(), "version": version}))
         environ = command_environment(self.recipe)
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, env=environ)
         try:

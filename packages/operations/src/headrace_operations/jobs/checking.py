@@ -23,7 +23,7 @@ from headrace_operations.jobs.job import PreparedJob
 from headrace_operations.jobs.sources import BadRow, DataRow, RowFile
 from headrace_operations.replay.pipeline import run_together
 from headrace_operations.replay.program import Program, start_program
-from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import parent_bound_command
 from headrace_runtime.process.programs import program_environment
 from headrace_schemas.programs import (
     BaseLine,
@@ -298,7 +298,7 @@ def list_gate_tasks(command: Iterable[str], base_url: str, environ: Mapping[str,
     arguments = [part.replace("{base_url}", base_url).replace("{python}", sys.executable) for part in command]
     try:
         result = subprocess.run(
-            bound_to_parent(arguments), stdin=subprocess.DEVNULL, capture_output=True, env=dict(environ),
+            parent_bound_command(arguments), stdin=subprocess.DEVNULL, capture_output=True, env=dict(environ),
             timeout=_GATE_S_MAX, check=False,
         )  # fmt: skip
         tasks = Tasks.model_validate_json(result.stdout.split(b"\n", 1)[0])

@@ -42,7 +42,7 @@ from headrace_operations.jobs.job import Job, JobJournal, PreparedJob, RowOption
 from headrace_operations.jobs.runner import JobResult
 from headrace_operations.replay import program
 from headrace_operations.supervisor import Supervisor
-from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import parent_bound_command
 from headrace_runtime.process.programs import VariableName, program_environment
 from headrace_runtime.settings.table import read_toml
 from headrace_schemas import Checkpoint, TrainingMetrics
@@ -316,7 +316,7 @@ async def _run_program(
     extra_variables = {"OPENAI_BASE_URL": values["base_url"], "OPENAI_API_KEY": "none"}
     environ = program_environment(variables, more=extra_variables, environ=prepared.overrides.environ)
     reports = program.TrainingReports()
-    process = await asyncio.create_subprocess_exec(*bound_to_parent(arguments), env=environ, stdout=sys.stderr)
+    process = await asyncio.create_subprocess_exec(*parent_bound_command(arguments), env=environ, stdout=sys.stderr)
     try:
         async with connected(supervisor.plan.bus) as topics:
             while _steps_taken(reports) < steps:

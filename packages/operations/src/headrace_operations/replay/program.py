@@ -24,7 +24,7 @@ from headrace.producing import Outgoing, producing
 from headrace.topics import Range, Topics, connected, event_of, fetch
 from headrace_operations.replay.request import Request
 from headrace_operations.supervisor.plan import installed
-from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import parent_bound_command
 from headrace_runtime.process.programs import line_of, parse_line
 from headrace_schemas import BatchRecord, Checkpoint, Event, TrainingMetrics
 from headrace_schemas.programs import DryRunBatch, DryRunLine, topic_prefix
@@ -120,7 +120,7 @@ def service_module(service: str) -> str:
 async def start_program(service: str, environ: Mapping[str, str], filter_: str = "replay") -> AsyncIterator[Program]:
     """Start `python -m headrace_<service>.<filter_>`; it is killed if the block is left before it has ended."""
     with tempfile.TemporaryFile() as log:
-        command = bound_to_parent([sys.executable, "-m", f"{service_module(service)}.{filter_}"])
+        command = parent_bound_command([sys.executable, "-m", f"{service_module(service)}.{filter_}"])
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *command, stdin=pipe, stdout=pipe, stderr=log, env=dict(environ), limit=_LINE_BYTES_MAX
@@ -226,7 +226,7 @@ async def run_trainer(
     reports = TrainingReports()
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
-        command = bound_to_parent([sys.executable, "-m", service_module("trainer")])
+        command = parent_bound_command([sys.executable, "-m", service_module("trainer")])
         process = await asyncio.create_subprocess_exec(*command, stdout=output, stderr=output, env=dict(environ))
     ended = asyncio.create_task(process.wait())
     try:

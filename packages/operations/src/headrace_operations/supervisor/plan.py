@@ -16,7 +16,7 @@ from headrace.errors import UsageError
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_runtime.registries import PluginError
 from headrace_runtime.services import ServiceInfo
-from headrace_runtime.services import installed as announced
+from headrace_runtime.services import installed_services as announced
 
 DEFAULT_DATA_DIR = Path(".headrace")
 KAFKA_PORT = 9092

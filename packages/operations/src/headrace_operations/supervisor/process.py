@@ -27,8 +27,8 @@ from typing import IO
 from headrace_operations.supervisor.plan import ServicePlan
 from headrace_operations.supervisor.state import ServiceState, Status, request_health
 from headrace_runtime.process.liveness import VARIABLE, LivenessWatch
-from headrace_runtime.process.parent_death import bound_to_parent
-from headrace_runtime.storage.files import owner_alone, private_folder
+from headrace_runtime.process.parent_death import parent_bound_command
+from headrace_runtime.storage.files import open_for_owner, private_folder
 
 _BACKLOG = 2048
 
@@ -159,7 +159,7 @@ class ManagedProcess:
         listener = self._socket.open() if self._socket else None
         liveness = self._liveness.open()
         self._process = subprocess.Popen(
-            bound_to_parent([self.plan.python, "-m", self.plan.module], listener),
+            parent_bound_command([self.plan.python, "-m", self.plan.module], listener),
             pass_fds=(liveness,) if listener is None else (liveness, listener),
             env={**self._environ, VARIABLE: str(liveness)},
             stdin=subprocess.DEVNULL,
@@ -345,7 +345,7 @@ class LogFile:
         if size and size + len(line) > self._bytes_max:
             self._rotate()
             size = 0
-        with open(self.path, "ab", buffering=0, opener=owner_alone) as file:
+        with open(self.path, "ab", buffering=0, opener=open_for_owner) as file:
             try:
                 if file.write(line) < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.errors import UsageError
 from headrace_runtime.storage import files
-from headrace_runtime.storage.files import data_folder, owner_alone, private_folder
+from headrace_runtime.storage.files import data_folder, open_for_owner, private_folder
 from headrace_schemas.http.registry_api import SourceList, SourceState
 from headrace_schemas.http.stack_access import key_for, remember_stack
 from headrace_schemas.values.errors import HeadraceError
@@ -92,7 +92,7 @@ class RunState(BaseModel):
 
     def write(self, data_dir: Path) -> None:
         text = self.model_dump_json(indent=1)
-        files.replace_file(_folder(data_dir) / "state.json", text.encode(), opener=owner_alone)
+        files.replace_file(_folder(data_dir) / "state.json", text.encode(), opener=open_for_owner)
 
 
 class Lock:
@@ -102,7 +102,7 @@ class Lock:
         self._path = _folder(data_dir) / "lock"
         data_folder(data_dir)
         private_folder(self._path.parent)
-        self._file: IO[bytes] = open(self._path, "ab", opener=owner_alone)  # noqa: SIM115 (open while the supervisor runs)
+        self._file: IO[bytes] = open(self._path, "ab", opener=open_for_owner)  # noqa: SIM115 (open while the supervisor runs)
 
     def take(self) -> None:
         """Acquire the lock.

@@ -16,7 +16,7 @@ import struct
 import subprocess
 import sys
 
-from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import parent_bound_command
 from headrace_runtime.process.programs import program_environment
 
 _LENGTH = struct.Struct(">I")
@@ -74,7 +74,7 @@ class GrammarTrial:
             return self._process
         self.stop()
         process = self._process = subprocess.Popen(
-            bound_to_parent([sys.executable, "-m", "headrace_runtime.grammars.trial"]),
+            parent_bound_command([sys.executable, "-m", "headrace_runtime.grammars.trial"]),
             bufsize=0,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

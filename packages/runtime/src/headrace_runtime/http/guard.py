@@ -189,7 +189,7 @@ _URL = re.compile(
 _LOGGED_MAX = 1024
 
 
-def signed(replica: Replica, security: SecuritySettings) -> Replica:
+def sign_replica(replica: Replica, security: SecuritySettings) -> Replica:
     """Return `replica` with the signature of its id and URL. The signature is empty without an internal key."""
     key = security.internal_key.get_secret_value()
     return replica.model_copy(update={"signature": _signature(replica, key) if key else ""})

@@ -37,7 +37,7 @@ _PORTION_BYTES = 262_144
 """Number of bytes that are scanned before the interpreter lock is released for other threads."""
 
 
-def more_values_than(body: bytes, values_max: int, containers_max: int | None = None) -> bool:
+def exceeds_value_limits(body: bytes, values_max: int, containers_max: int | None = None) -> bool:
     """Return whether `body` contains more than `values_max` values or more than `containers_max` objects and lists.
 
     Values are counted by the characters that separate and open them, so `body` need not be valid JSON. The strings are
@@ -252,7 +252,7 @@ class BatchDecoder:
 def _parse(model: type[Event], value: bytes, *, is_bounded: bool) -> Event:
     """Parse the JSON of an event. If `is_bounded`, a service of Headrace has already limited the number of values, and
     it is not checked."""
-    if not is_bounded and more_values_than(value, model.values_max, model.containers_max):
+    if not is_bounded and exceeds_value_limits(value, model.values_max, model.containers_max):
         text = (
             f"{model.type}: the record contains more than {model.values_max} JSON values, or more than "
             f"{model.containers_max} objects and lists; send arrays of numbers in base64, and split long runs"

@@ -19,7 +19,7 @@ _LIVENESS = "LIVENESS_FD"
 """Same value as `liveness.VARIABLE`, because this script must not import other modules."""
 
 
-def bound_to_parent(command: Sequence[str], listener: int | None = None) -> list[str]:
+def parent_bound_command(command: Sequence[str], listener: int | None = None) -> list[str]:
     """Return a command line that runs `command` as a process which the kernel kills when this process ends (on Linux
     only).
 

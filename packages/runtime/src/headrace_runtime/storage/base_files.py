@@ -20,9 +20,9 @@ from pathlib import Path, PurePosixPath
 from headrace_runtime.errors import SettingError
 from headrace_runtime.process import liveness
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import parent_bound_command
 from headrace_runtime.process.programs import program_environment
-from headrace_runtime.services import installed
+from headrace_runtime.services import installed_services
 from headrace_runtime.storage import disk
 from headrace_runtime.storage.blobs import digest_of
 from headrace_schemas.values.text import printable
@@ -130,13 +130,13 @@ def _package_of(base: str) -> dict[str, str]:
 
 def _run_converter(base: str, source: Path, folder: Path) -> dict[str, str]:
     """Run the trainer's conversion of a GGUF file as a child process. Return its notes about the model."""
-    trainer = installed().get("trainer")
+    trainer = installed_services().get("trainer")
     if trainer is None:
         raise SettingError(SETTING, base, "a GGUF file is converted by the trainer; install headrace[local]")
     command = [sys.executable, "-m", f"{trainer.module}.gguf", str(source.absolute()), str(folder.absolute())]
     with tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            bound_to_parent(command), stdout=subprocess.PIPE, stderr=errors, env=program_environment()
+            parent_bound_command(command), stdout=subprocess.PIPE, stderr=errors, env=program_environment()
         )
         output = b""
         while True:

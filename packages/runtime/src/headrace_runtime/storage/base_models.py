@@ -128,7 +128,7 @@ def describe(repository: Repository) -> RemoteModel:
         SettingError: the hub has no such model, no commit of it, or no weights in safetensors.
         Unavailable: the hub does not answer.
     """
-    with hub_errors(repository) as hub:
+    with translate_hub_errors(repository) as hub:
         info = hub.HfApi().model_info(repository.name, revision=repository.revision, files_metadata=True)
     files = {
         entry.rfilename: RemoteFile(entry.rfilename, entry.size or 0, entry.lfs.sha256 if entry.lfs else None)
@@ -206,7 +206,7 @@ def _shards_of(index: Path, repository: Repository) -> set[str]:
 
 
 def _download(model: RemoteModel, file: RemoteFile, draft: Path) -> None:
-    with hub_errors(model.repository) as hub:
+    with translate_hub_errors(model.repository) as hub:
         hub.hf_hub_download(model.repository.name, file.path, revision=model.commit, local_dir=draft)
     if file.sha256 is not None and digest_of(draft / file.path)[0] != file.sha256:
         (draft / file.path).unlink()
@@ -214,7 +214,7 @@ def _download(model: RemoteModel, file: RemoteFile, draft: Path) -> None:
 
 
 @contextmanager
-def hub_errors(repository: Repository, setting: str = SETTING) -> Iterator[Any]:
+def translate_hub_errors(repository: Repository, setting: str = SETTING) -> Iterator[Any]:
     """Yield the module huggingface_hub. Convert its errors inside the context to a `SettingError` about `setting`, or
     to `Unavailable`."""
     name = str(repository)

@@ -40,7 +40,7 @@ def data_folder(path: Path) -> None:
         raise SettingError("data_dir", str(path), "cannot be written by this user; name another folder")
 
 
-def owner_alone(path: str, flags: int) -> int:
+def open_for_owner(path: str, flags: int) -> int:
     """Open a file so that only its owner can read it. The function is meant as the `opener` of `open`."""
     return os.open(path, flags, 0o600)
 
@@ -53,7 +53,7 @@ def replace_file(path: Path, data: bytes, *, opener: Callable[[str, int], int] |
     Args:
         path: the file.
         data: the new content.
-        opener: as in `open`, for example `owner_alone`.
+        opener: as in `open`, for example `open_for_owner`.
 
     Raises:
         OSError: the file cannot be written.

@@ -156,14 +156,14 @@ COUNTED_MAX = 10_000
 """Number at which counting the rows of a table for a gauge stops."""
 
 
-def portions(values: Iterable[V], size: int = ROWS_AT_ONCE) -> Iterator[list[V]]:
+def split_into_batches(values: Iterable[V], size: int = ROWS_AT_ONCE) -> Iterator[list[V]]:
     """Split values, for example the parameters of a statement, into lists of at most `size` elements."""
     everything = list(values)
     for at in range(0, len(everything), size):
         yield everything[at : at + size]
 
 
-def first_within(
+def take_within_limits(
     items: Iterable[V], count_max: int, sizes_of: Callable[[V], tuple[int, ...]], sizes_max: tuple[int, ...]
 ) -> list[V]:
     """Return the longest prefix of `items` with at most `count_max` items whose sizes, added up, stay within

@@ -176,7 +176,7 @@ def read_manifest(blobs: BlobStore, ref: BlobRef) -> Manifest:
         raise CorruptBlob(f"blob {ref.sha256} is not a manifest: {error.error_count()} errors") from None
 
 
-def unpack(blobs: BlobStore, manifest: Manifest, folder: Path) -> Path:
+def fetch_version(blobs: BlobStore, manifest: Manifest, folder: Path) -> Path:
     """Copy the files of the version that `manifest` describes from the blob store into `folder`, and return
     `folder`."""
     return fetch_files(blobs, manifest.files, folder)
@@ -232,7 +232,7 @@ class VersionCache:
             new_bytes = 0 if shared else sum(file.blob.size for file in manifest.files)
             disk.check_room(self._folder, new_bytes, self._free_bytes_min)
             try:
-                unpack(self._blobs, manifest, draft)
+                fetch_version(self._blobs, manifest, draft)
                 draft.rename(target)
             except OSError as error:
                 if disk.is_full(error):

@@ -83,7 +83,7 @@ async def store_positions(tx: AsyncConnection, tables: StreamTables, records: Se
         await upsert(tx, tables.positions, {"topic": topic, "partition": partition}, {"next_offset": offset})
 
 
-async def position(tx: AsyncConnection, tables: StreamTables, topic: str) -> dict[int, int]:
+async def read_positions(tx: AsyncConnection, tables: StreamTables, topic: str) -> dict[int, int]:
     """Return the stored offset of each partition of `topic`. The effects of all records before it are in this
     database."""
     table = tables.positions
@@ -198,9 +198,9 @@ def _pack_record(tenant: str, record: Record) -> bytes:
 def _unpack_record(payload: bytes) -> tuple[str, Record]:
     fields = json.loads(payload)
     headers = tuple((name, _from_base64(text)) for name, text in fields["headers"])
-    position = fields["topic"], fields["partition"], fields["offset"]
+    read_positions = fields["topic"], fields["partition"], fields["offset"]
     record = Record(
-        *position, _from_base64(fields["key"]), _from_base64(fields["value"]), headers, fields["timestamp_ms"]
+        *read_positions, _from_base64(fields["key"]), _from_base64(fields["value"]), headers, fields["timestamp_ms"]
     )
     return fields["tenant"], record
 

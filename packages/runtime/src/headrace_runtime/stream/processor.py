@@ -29,7 +29,7 @@ from headrace_runtime.storage.disk import DiskGuard
 from headrace_runtime.storage.isolation import is_fatal, isolate, reason_of
 from headrace_runtime.storage.tables import StreamTables, delete_batch, upsert
 from headrace_runtime.stream import delivery
-from headrace_runtime.stream.delivery import HeldRecords, Outbox, RecordToHold, position
+from headrace_runtime.stream.delivery import HeldRecords, Outbox, RecordToHold, read_positions
 from headrace_runtime.stream.pausing import REMEDY, TenantLimits
 from headrace_runtime.stream.steps import (
     DEFAULT_LIMITS,
@@ -67,8 +67,8 @@ class Processor:
     ends_of: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For each topic, the topics whose end offsets the handler of its records needs."""
     after_batch: Step | None = None
-    """Step that runs after each batch, in the batch's transaction, when `position` already includes the batch. If it
-    fails even with isolated items, it is skipped, so a timer should run it, too."""
+    """Step that runs after each batch, in the batch's transaction, when the stored positions already include the batch.
+    If it fails even with isolated items, it is skipped, so a timer should run it, too."""
     ends: Ends | None = None
     """Function that reads the end offsets of a topic from the bus, or raises `Unavailable`. The host sets it."""
     disk: DiskGuard | None = None
@@ -164,7 +164,7 @@ class Processor:
 
         Args:
             starts: the offset at which each (topic, partition) will be read. It initialises missing positions in the
-                database, so that `position` reaches the end even if there are no records to read.
+                database, so that the positions reach the end even if there are no records to read.
         """
         if starts:
             async with self.database.transaction() as tx:
@@ -222,7 +222,7 @@ class Processor:
                     raise
                 log.warning("batch_split", error=reason_of(error), size=len(items))
         for at, item in enumerate(items):
-            # one by one and in order, so that `position` never includes unprocessed records
+            # one by one and in order, so that the positions never include unprocessed records
             if not await self._handle_alone(item):
                 return list(records[at:])
         return []
@@ -401,6 +401,6 @@ __all__ = [
     "Step",
     "StepFailed",
     "Unfinished",
-    "position",
+    "read_positions",
     "run_until_finished",
 ]

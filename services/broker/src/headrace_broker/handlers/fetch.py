@@ -137,7 +137,7 @@ async def _read(broker: Broker, call: RequestContext, request: FetchRequest, par
     bytes_max = max(min(request.max_bytes, FETCH_BYTES_MAX), 1)
     call.response_bytes = await broker.fetch_memory.acquire(bytes_max)
     try:
-        results = await broker.readers.run(reads.batches, [read for _, read in reading], bytes_max)
+        results = await broker.readers.run(reads.read_batches, [read for _, read in reading], bytes_max)
     except Rejected as error:
         for part, _ in reading:
             part.code = error.code

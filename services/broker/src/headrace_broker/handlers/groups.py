@@ -146,7 +146,7 @@ async def offset_fetch(broker: Broker, call: RequestContext, request: OffsetFetc
     -1."""
     if request.require_stable:
         await broker.writer.submit(_do_nothing)  # waits for earlier commits of other clients
-    offsets, unstable = await broker.readers.run(reads.committed, request.group_id)
+    offsets, unstable = await broker.readers.run(reads.read_committed_offsets, request.group_id)
     if not request.require_stable:
         unstable = frozenset()
     topics = request.topics

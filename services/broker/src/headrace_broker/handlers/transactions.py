@@ -71,7 +71,7 @@ async def add_partitions(
 
 async def add_offsets(broker: Broker, call: RequestContext, request: AddOffsetsToTxnRequest) -> AddOffsetsToTxnResponse:
     """Handle AddOffsetsToTxn: begin the transaction unless it is open. It will commit offsets of a group."""
-    broker.coordinator.enlist(request.group_id)
+    broker.coordinator.ensure_group(request.group_id)
     add = partial(
         broker.transactions.add_group,
         request.transactional_id,
@@ -172,7 +172,7 @@ async def describe_producers(
 
 async def _partition(broker: Broker, topic: str, number: int) -> DescribedPartition:
     try:
-        producers = await broker.readers.run(reads.producers, broker.view(topic, number).id)
+        producers = await broker.readers.run(reads.read_producers, broker.view(topic, number).id)
     except Rejected as error:
         broker.stats.errors[error.code] += 1
         return DescribedPartition(number, error.code, str(error), ())

@@ -18,7 +18,7 @@ from headrace_console.read_model import tables
 from headrace_console.read_model.packing import join_turn, pack_numbers, split_turn, unpack_numbers
 from headrace_console.read_model.queries import turns_query
 from headrace_console.read_model.rows import ExperienceRow, LetterRow, SessionRow, TrajectoryRow, TurnRow
-from headrace_runtime.storage.tables import is_one_of, portions, upsert_statement
+from headrace_runtime.storage.tables import is_one_of, split_into_batches, upsert_statement
 
 T = TypeVar("T")
 _ITEMS_AT_ONCE = 100
@@ -55,7 +55,7 @@ async def upsert_all(
         return
     changed = () if added else tuple(name for name in rows[0] if name not in key)
     statement = upsert_statement(tx.dialect.name, table, key, changed, added)
-    for part in portions(rows):
+    for part in split_into_batches(rows):
         await tx.execute(statement, part)
 
 
@@ -146,7 +146,7 @@ class RowSet(Generic[R]):
     async def load_keys(self, tx: AsyncConnection, keys: Collection[tuple[Any, ...]]) -> None:
         """Load the rows with these values of the unique key."""
         columns = [self._table.c[name] for name in self._key]
-        for part in portions({key for key in keys if key not in self._by_key}):
+        for part in split_into_batches({key for key in keys if key not in self._by_key}):
             condition = self._is_in(self._key[0], [key[0] for key in part])
             if len(columns) > 1:
                 condition = is_one_of(columns[0], columns[1], part)
@@ -164,7 +164,7 @@ class RowSet(Generic[R]):
             limit: largest number of rows for each `ROWS_AT_ONCE` values, or None for all.
         """
         rows: list[R] = []
-        for part in portions(set(values)):
+        for part in split_into_batches(set(values)):
             query = self._query().where(self._is_in(column, part)).limit(limit)
             rows += self._add_loaded((await tx.execute(query)).mappings())
         return rows
@@ -211,9 +211,9 @@ class RowSet(Generic[R]):
     async def write_changes(self, tx: AsyncConnection) -> None:
         """Write new and changed rows, and delete the removed ones."""
         changed = [values for row in self._by_id.values() if self._loaded.get(row.id) != (values := self._values(row))]
-        for part in portions(changed):
+        for part in split_into_batches(changed):
             await upsert_all(tx, self._table, ("id",), [self._write(values) for values in part])
-        for ids in portions(self._removed):
+        for ids in split_into_batches(self._removed):
             await tx.execute(delete(self._table).where(self._table.c.id.in_(ids)))
 
 
@@ -254,13 +254,13 @@ class TurnSet(RowSet[TurnRow]):
         SQLite uses no index for pairs, so each session is searched for each name of a portion. Small portions of sorted
         pairs limit the number of these searches.
         """
-        for part in portions(sorted(set(pairs)), _PAIRS_AT_ONCE):
+        for part in split_into_batches(sorted(set(pairs)), _PAIRS_AT_ONCE):
             sessions, names = {session for session, _ in part}, {name for _, name in part}
             query = self._query().where(tables.turns.c.session.in_(sessions), tables.is_named(tables.turns, names))
             self._add_loaded((await tx.execute(query)).mappings())
 
     async def _load_foreign(self, tx: AsyncConnection, names: Iterable[bytes]) -> None:
-        for part in portions(set(names)):
+        for part in split_into_batches(set(names)):
             query = self._query().where(tables.IS_FOREIGN, tables.turns.c.name.in_(part))
             self._add_loaded((await tx.execute(query)).mappings())
 

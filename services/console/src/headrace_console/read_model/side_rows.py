@@ -20,7 +20,7 @@ from headrace_console.read_model.packing import pack_id
 from headrace_console.read_model.row_sets import upsert_all, with_pauses
 from headrace_console.read_model.rows import SessionRow
 from headrace_console.read_model.verdicts import Verdict, belongs_to_the_random_part
-from headrace_runtime.storage.tables import delete_batch, insert_new, is_one_of, portions
+from headrace_runtime.storage.tables import delete_batch, insert_new, is_one_of, split_into_batches
 from headrace_schemas import DeadLetter, Event, Experience, Feedback, Reward, TrainingMetrics, Trajectory, Turn
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class SideRows:
                 names.add(pack_id(event.source_id))
         if names:
             table = tables.refusals
-            for part in portions(names):
+            for part in split_into_batches(names):
                 rows = await tx.execute(select(table.c.name).where(table.c.name.in_(part)))
                 self._known_refusals.update(bytes(name) for name in rows.scalars())
             self.refusals = set(self._known_refusals)
@@ -121,7 +121,7 @@ class SideRows:
             if isinstance(event, Reward):
                 rewarded.add(batch.reward_target(event)[1].id)
         query = queries.rewards_query(tables.sessions.c.tenant)
-        for part in portions(rewarded):
+        for part in split_into_batches(rewarded):
             for row in (await tx.execute(query.where(tables.rewards.c.trajectory.in_(part)))).mappings():
                 self._rewards[RewardKey(*(row[name] for name in RewardKey._fields))] = dict(row)
         self._stored_rewards = set(self._rewards)
@@ -134,7 +134,7 @@ class SideRows:
             for log_event in log_events
             if isinstance(log_event.event, Feedback) and log_event.event.level != "task"
         }
-        for part in portions(keys):
+        for part in split_into_batches(keys):
             of_sessions = table.c.session.in_({session for session, _, _ in part})
             rows = await tx.execute(select(*columns).where(of_sessions, tuple_(*columns).in_(part)))
             self._known_feedback.update((row.session, row.partition, row.log_offset) for row in rows)
@@ -214,7 +214,7 @@ class SideRows:
     async def delete_trained(self, tx: AsyncConnection, experiences: Iterable[int]) -> None:
         """Delete the rows about trained revisions of these experiences."""
         table = tables.trained_revisions
-        for part in portions(experiences):
+        for part in split_into_batches(experiences):
             await tx.execute(delete(table).where(table.c.experience.in_(part)))
 
     async def store(self, tx: AsyncConnection) -> None:
@@ -239,10 +239,10 @@ class SideRows:
         """
         table = tables.rewards
         key = tuple_(*(table.c[name] for name in RewardKey._fields))
-        for part in portions(self._changed_rewards & self._stored_rewards):
+        for part in split_into_batches(self._changed_rewards & self._stored_rewards):
             in_trajectories = table.c.trajectory.in_({revised.trajectory for revised in part})
             await tx.execute(delete(table).where(in_trajectories, key.in_(part)))
-        for part in portions(sorted(self._changed_rewards)):  # an index takes ordered rows with fewer bytes
+        for part in split_into_batches(sorted(self._changed_rewards)):  # an index takes ordered rows with fewer bytes
             rows = [{column.name: self._rewards[changed][column.name] for column in table.c} for changed in part]
             await tx.execute(insert(table), rows)
 

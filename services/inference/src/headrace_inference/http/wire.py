@@ -18,7 +18,7 @@ from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.engine import Sampling, Tokens
 from headrace_inference.grammar.forms import AnswerForm, required_form
 from headrace_runtime.errors import Refused
-from headrace_runtime.kafka.wire import more_values_than
+from headrace_runtime.kafka.wire import exceeds_value_limits
 from headrace_schemas import Message, Tool
 from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN, LogitBias
 from headrace_schemas.http.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, constrained_fields
@@ -160,7 +160,7 @@ def parse(body: bytes, choices_max: int, values_max: int) -> ChatRequest:
         Refused: 400 with the invalid field, but without its value, which may be user text; 413 if `body` has more than
             `values_max` JSON values.
     """
-    if more_values_than(body, values_max):
+    if exceeds_value_limits(body, values_max):
         message = f"the request body has more than {values_max} JSON values"
         raise Refused(413, "too_many_values", message)
     try:

@@ -26,7 +26,7 @@ from headrace_schemas import RolloutStep
 from headrace_schemas.values.ids import uuid7
 
 
-def fresh_salt() -> str:
+def new_salt() -> str:
     """Return a new random salt, so that rollouts do not begin with the same users each time."""
     return secrets.token_hex(16)
 
@@ -62,7 +62,7 @@ async def begin(
         "control": model.champion,
         "kind": kind,
         "plan": plan.model_dump_json(),
-        "salt": active[0].salt if active else fresh_salt(),
+        "salt": active[0].salt if active else new_salt(),
         "slots": plan.slots,
         "phase": planned.phase,
         "stage": planned.stage,

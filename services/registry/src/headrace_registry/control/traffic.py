@@ -32,7 +32,7 @@ from headrace_runtime.kafka.wire import Record
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.tables import upsert
-from headrace_runtime.stream.processor import Handling, Processor, position
+from headrace_runtime.stream.processor import Handling, Processor, read_positions
 from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
 
 
@@ -186,7 +186,7 @@ class TrafficReader:
 
         await self._processor.step(begin)
         async with self._processor.database.transaction() as tx:
-            reached = {topic: await position(tx, STREAM, topic) for topic in partitions}
+            reached = {topic: await read_positions(tx, STREAM, topic) for topic in partitions}
         for partition in all_partitions:
             reader.seek(partition, reached[partition.topic].get(partition.partition, ends[partition]))
         return partitions

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from headrace_registry.settings import GateSettings
 from headrace_runtime.errors import HeadraceError, SettingError
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import parent_bound_command
 from headrace_runtime.process.programs import program_digest, program_environment
 from headrace_schemas.programs import Play, PlayResult, Tasks
 
@@ -117,7 +117,7 @@ class Gate:
         command = self._command()
         sha256 = await asyncio.to_thread(program_digest, self._settings.command)
         process = await asyncio.create_subprocess_exec(
-            *bound_to_parent(command),
+            *parent_bound_command(command),
             stdin=PIPE,
             stdout=PIPE,
             stderr=PIPE,

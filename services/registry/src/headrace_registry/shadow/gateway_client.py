@@ -20,7 +20,7 @@ from headrace_registry.shadow.rerun import ModelAnswer, RerunFailed, ScorableAns
 from headrace_registry.versions import probe
 from headrace_runtime.clock import Clock
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import parent_bound_command
 from headrace_runtime.process.programs import program_digest, program_environment
 from headrace_schemas import FunctionCall, Message, Replica, Turn
 from headrace_schemas.http.answer_form import repeated_request
@@ -266,7 +266,7 @@ class ToolProgram:
         log.info("shadow_tools_begin", sha256=digest)
         command = [argument.replace("{python}", sys.executable) for argument in self._settings.tools_command]
         self._process = await asyncio.create_subprocess_exec(
-            *bound_to_parent(command),
+            *parent_bound_command(command),
             stdin=PIPE,
             stdout=PIPE,
             stderr=DEVNULL,

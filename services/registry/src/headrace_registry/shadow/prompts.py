@@ -70,7 +70,7 @@ def is_shadow(member: Membership) -> bool:
     return member.unit.startswith(_UNIT)
 
 
-async def in_shadow(tx: AsyncConnection, model: str) -> list[ShadowPhase]:
+async def shadow_phases(tx: AsyncConnection, model: str) -> list[ShadowPhase]:
     columns = ROLLOUTS.c.rollout_id, ROLLOUTS.c.control, ROLLOUTS.c.plan, ROLLOUTS.c.observed_ms
     query = select(*columns).where(ROLLOUTS.c.model == model, ROLLOUTS.c.phase == "shadow")
     return [ShadowPhase(*row) for row in await tx.execute(query.order_by(ROLLOUTS.c.number_id))]

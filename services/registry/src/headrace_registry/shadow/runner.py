@@ -214,7 +214,7 @@ class PromptSampler:
     async def sample(self, tx: AsyncConnection, turn: Turn) -> None:
         """If a turn begins a session that may be used, add the session as a prompt. Store the turn if its session is a
         prompt."""
-        phases = await prompts.in_shadow(tx, turn.model)
+        phases = await prompts.shadow_phases(tx, turn.model)
         if not phases:
             return
         await self._lease.check(tx)

@@ -22,7 +22,7 @@ from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
 from headrace_runtime.storage.versions import read_manifest
-from headrace_runtime.stream.processor import Handling, Processor, position
+from headrace_runtime.stream.processor import Handling, Processor, read_positions
 from headrace_schemas import Checkpoint, Event
 from headrace_schemas.values.blobs import Manifest
 
@@ -114,7 +114,7 @@ class CheckpointReader:
         except Unavailable as error:
             raise _BusAway(str(error)) from error
         async with self._database.transaction() as tx:
-            reached = await position(tx, STREAM, Checkpoint.topic)
+            reached = await read_positions(tx, STREAM, Checkpoint.topic)
         for partition in partitions:
             reader.seek(partition, reached.get(partition.partition, 0))
         self.following.set()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from headrace_runtime.errors import HeadraceError, SettingError, Unavailable
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import parent_bound_command
 from headrace_runtime.process.programs import program_environment
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.isolation import reason_of
@@ -52,7 +52,7 @@ class FunctionProcess:
             FunctionsRefused: the functions cannot be loaded.
             Unavailable: the process ended before it answered.
         """
-        command = bound_to_parent([sys.executable, "-m", "headrace_scorer.functions.worker"])
+        command = parent_bound_command([sys.executable, "-m", "headrace_scorer.functions.worker"])
         pipe = asyncio.subprocess.PIPE
         process = await asyncio.create_subprocess_exec(
             *command,

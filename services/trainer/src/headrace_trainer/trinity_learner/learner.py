@@ -22,7 +22,7 @@ from typing import Any
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.process.parent_death import bound_to_parent
+from headrace_runtime.process.parent_death import parent_bound_command
 from headrace_runtime.process.programs import program_environment
 from headrace_schemas.values.blobs import Fingerprint
 from headrace_trainer.batches.batch import Batch
@@ -320,7 +320,7 @@ class TrinityProcess:
         with log.open("ab") as file:
             try:
                 self._process = subprocess.Popen(
-                    bound_to_parent([*command, str(configuration)]),
+                    parent_bound_command([*command, str(configuration)]),
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
