@@ -213,14 +213,14 @@ class LogEnds:
         self._next: asyncio.Task[Ends] | None = None
 
     async def start(self) -> None:
-        """Return the present end offset of each partition, by topic. Raises `Unavailable`."""
+        """Connect to the bus. Raises `Unavailable` if the bus does not respond."""
         await self._offsets.start()
 
     async def stop(self) -> None:
         await self._offsets.stop()
 
     async def ends(self) -> Ends:
-        """Return the end offset of each partition by topic. Raises `Unavailable`."""
+        """Return the present end offset of each partition, by topic. Raises `Unavailable`."""
         if self._next is None:
             self._next = asyncio.create_task(self._read_ends(self._pending))
             self._next.add_done_callback(_retrieve_error)

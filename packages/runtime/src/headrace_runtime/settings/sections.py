@@ -59,21 +59,17 @@ class Section(BaseModel):
     """Tier of the other settings, except those whose names denote limits (`headrace_runtime.settings.reference`)."""
 
     FIXED: ClassVar[Mapping[str, str]] = {}
-    """Former settings, each with the value that is fixed now. A file that sets one of them is refused with a message
-    that states this value."""
+    """Former settings, each with the value that is fixed now. The error for a file that sets one states this value."""
     SHARED: ClassVar[tuple[str, ...]] = ()
-    """Names of settings that the enclosing table has, too. The enclosing table's value applies unless this section sets
-    another one."""
+    """Names of settings that the enclosing table has, too, and whose values there are the defaults here."""
 
     @classmethod
     def announced(cls) -> Mapping[str, type[Section]]:
-        """Return the classes of the inner sections that installed packages add, by name. All their settings must have
-        defaults."""
+        """Return the classes of the inner sections that installed packages add, by name. All settings need defaults."""
         return {}
 
     def of(self, name: str) -> Section:
-        """Return the inner section `name` that a package adds. If the file has no such section, it has its default
-        values."""
+        """Return the inner section `name` that a package adds, with its defaults if the file has none."""
         section = getattr(self, name, None)
         return section if isinstance(section, Section) else type(self).announced()[name]()
 
@@ -102,8 +98,7 @@ def _shared_values(section: object, enclosing: Mapping[str, Any]) -> dict[str, A
 
 
 def _merge(default: object, value: Any) -> Any:
-    """Return the table `value`, extended at every depth by the settings that the section `default` sets and `value`
-    does not."""
+    """Return the table `value`, with the settings of `default` added at every depth where `value` has none."""
     if not isinstance(default, Section) or not isinstance(value, Mapping):
         return value
     defaults = {name: getattr(default, name) for name in default.model_fields_set if name not in value}
@@ -144,8 +139,7 @@ def _with(model: type[Section], inner: tuple[tuple[str, type[Section]], ...]) ->
 
 
 def _default_of(model: type[Section], name: str, section: type[Section]) -> Section:
-    """Return the default of the field `name` as an instance of `section`, with the values that the field's present
-    default sets."""
+    """Return the default of the field `name` as a `section` with the values that the present default sets."""
     default = model.model_fields[name].default if name in model.model_fields else None
     set_fields = default.model_fields_set if isinstance(default, Section) else ()
     return section(**{field: getattr(default, field) for field in set_fields})
@@ -295,8 +289,7 @@ class Common(Section):
     _table: Mapping[str, Any] = PrivateAttr(default_factory=dict)
 
     def section_of(self, service: str, model: type[M]) -> M:
-        """Return those settings from the section of another service that are fields of `model`, with defaults for
-        missing ones.
+        """Return the fields of `model` from the section of another service, with defaults for missing ones.
 
         Raises:
             SettingError: a value is invalid.

@@ -54,7 +54,7 @@ class Records:
         If this raises, the record may have been written nevertheless.
 
         Args:
-        after: the number of the record that the caller has read as the current value, 0 without one.
+            after: the number of the record that the caller has read as the current value, 0 without one.
             data: the new value. It must differ from the data of all other calls, so that a repeated call after a lost
                 response recognises its own record.
         """

@@ -42,7 +42,7 @@ class TenantMemory(Generic[Key, Value]):
         """Store or replace an entry, and remove others if the bound is exceeded.
 
         Returns:
-        The removed entries. An entry larger than the bound is removed at once.
+            The removed entries. An entry larger than the bound is removed at once.
         """
         self.pop(tenant, key)
         if size > self._size_max:

@@ -53,8 +53,7 @@ _Item = Received | RefusedRecord | RecordToHold
 
 @dataclass(slots=True)
 class Processor:
-    """Processor of the records of one service. Any task may call `process` and `step`; the calls run one after the
-    other."""
+    """Processor of the records of one service. Any task may call `process` and `step`; the calls run in turn."""
 
     service: str
     handlers: Mapping[str, Handler]
@@ -72,8 +71,7 @@ class Processor:
     ends: Ends | None = None
     """Function that reads the end offsets of a topic from the bus, or raises `Unavailable`. The host sets it."""
     disk: DiskGuard | None = None
-    """Free-space check of the database's disk. No batch begins while it reports a shortage. Timers, which free space,
-    still run."""
+    """Free-space check of the database's disk. No batch begins during a shortage. Timers, which free space, run."""
     paused: str | None = None
     """Reason why the consumer itself may be broken, so that refused records are held, or None. Timers still run."""
     _turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -104,8 +102,7 @@ class Processor:
             remaining = await self._process(remaining)
 
     async def _process(self, records: Sequence[Record]) -> list[Record]:
-        """Process records, after held records whose retry is due. Return the records that cannot be processed before
-        `resume`."""
+        """Process due held records, then `records`. Return those that cannot be processed before `resume`."""
         remaining: list[Record] = []
 
         async def handle() -> None:
@@ -139,8 +136,7 @@ class Processor:
         PAUSED.labels(self.service).set(paused is not None)
 
     async def step(self, work: Step) -> bool:
-        """Run `work` in its own transaction, and publish the events that it returns. Return whether there is more
-        work."""
+        """Run `work` in a transaction, publish the events that it returns, and return whether work remains."""
         is_unfinished = False
 
         async def run_work(tx: AsyncConnection, now: datetime) -> Sequence[Event]:
@@ -177,8 +173,7 @@ class Processor:
             log.info("outbox_adopted", rows=adopted)
 
     async def prune(self) -> None:
-        """Delete old event ids, send orphaned events of the outbox, and retry held records. Called about once a
-        minute."""
+        """Delete old event ids, send orphaned events, and retry held records. Called about once a minute."""
         await run_until_finished(self.clock, lambda: self.step(self._forget_ids))
         while self._held_records.is_due:
             await self._process([])
@@ -357,8 +352,7 @@ class Processor:
         self._note(items, now)
 
     def _note(self, items: Sequence[_Item], now: datetime) -> None:
-        """Count the outcomes of items in metrics and in the tenants' limits. Called after their transaction has
-        committed."""
+        """Count the outcomes of committed items in metrics and in the tenants' limits."""
         for item in items:
             if isinstance(item, Received):
                 self._limits.note(tenant_of(item), refused=False)

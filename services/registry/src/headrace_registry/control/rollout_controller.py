@@ -275,8 +275,8 @@ class RolloutController:
         """Return the decision of the state machine. If the model is pinned, or all replicas refuse the version, return
         a hold instead.
 
-        A share does not grow while one of the arms has too few values of the success metrics: then missing harm is no
-        evidence.
+        The share of a candidate does not grow while an arm has too few values of the success metrics, because no harm
+        could have been detected with them.
         """
         now = self._processor.clock.now()
         async with self._processor.database.transaction() as tx:
