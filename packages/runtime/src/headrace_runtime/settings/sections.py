@@ -39,8 +39,7 @@ from headrace_runtime.settings import table as settings_table
 from headrace_schemas.values.text import closest
 
 SERVICES = ("broker", "gateway", "inference", "collector", "scorer", "judge", "trainer", "registry", "console")
-"""Names of Headrace's own services. They are known even if they are not installed: a container image has only one of
-them, but its settings file has the sections of all."""
+"""Names of Headrace's own services. A container image has only one of them, but its settings file has all sections."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 HostPattern = Annotated[str, Field(pattern=r"^(\*|(\*\.)?[A-Za-z0-9]([A-Za-z0-9.:-]{0,252}[A-Za-z0-9])?)$")]
 """Name of a host without its port, an address without brackets, or `*.` and a domain. `*` matches any host."""
