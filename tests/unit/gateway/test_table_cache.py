@@ -20,7 +20,7 @@ from aiokafka.partitioner import murmur2
 from headrace_gateway.capture import recent_turns
 from headrace_gateway.capture.publisher import Publisher
 from headrace_gateway.capture.spool import Spool
-from headrace_gateway.requests.feedback import LogEnds, after
+from headrace_gateway.requests.feedback import LogEnds, end_offsets_of
 from headrace_gateway.routing.table_cache import TableCache
 from headrace_gateway.settings import CaptureSettings
 from headrace_runtime.kafka.consumer import Offsets
@@ -163,7 +163,7 @@ def test_the_partition_is_that_of_the_key() -> None:
     for name in "abcdef":
         key = ids.session_key("default", name)
         number = (murmur2(key.encode()) & 0x7FFFFFFF) % 2
-        assert after({"turns": {0: 5, 1: 6}, "trajectories": {}}, key) == {"turns": 5 + number}
+        assert end_offsets_of({"turns": {0: 5, 1: 6}, "trajectories": {}}, key) == {"turns": 5 + number}
 
 
 def feedback(value: float, *msg_ids: str) -> Feedback:
