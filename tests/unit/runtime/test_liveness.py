@@ -271,10 +271,8 @@ def test_a_killed_parent_takes_its_child_along() -> None:
 
 
 def test_the_command_gets_its_arguments_and_gives_its_status() -> None:
-    code = "import sys; print(sys.argv[1:]); sys.exit(7)"
-    process = subprocess.run(
-        parent_bound_command([sys.executable, "-c", code, "a b", "-x"]), capture_output=True, text=True
-    )
+    command = [sys.executable, "-c", "import sys; print(sys.argv[1:]); sys.exit(7)", "a b", "-x"]
+    process = subprocess.run(parent_bound_command(command), capture_output=True, text=True)
     assert (process.stdout, process.returncode) == ("['a b', '-x']\n", 7)
 
 

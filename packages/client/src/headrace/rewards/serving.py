@@ -124,7 +124,7 @@ async def _reward_batch(
 
 async def _trajectory(record: ConsumerRecord) -> Trajectory | None:
     """Return the trajectory in a record, or None if the record contains no valid one. Such records are ignored, because
-    the scorer reads the same topic and dead-letters them. A record whose blob cannot be read here is logged and ignored.
+    the scorer reads the same topic and dead-letters them. A record whose blob cannot be read is logged and ignored.
     """
     try:
         event = await event_of(record.topic, record.value, record.headers)
