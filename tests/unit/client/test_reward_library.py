@@ -392,4 +392,4 @@ async def test_a_record_with_an_unreadable_blob_does_not_stop_the_rewards_of_oth
     ref = BlobRef(uri=uri.format("0" * 64), sha256="0" * 64, size=9)
     record = SimpleNamespace(topic="trajectories", partition=0, offset=1, headers=[("ce_dataref", b"x")])
     record.value = ref.model_dump_json().encode()
-    assert await _trajectory(record) is None  # type: ignore[arg-type]
+    assert await _trajectory(record) is None

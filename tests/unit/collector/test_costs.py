@@ -120,7 +120,7 @@ def test_division_into_runs_costs_about_as_much_as_the_session_is_large(session:
     assert large < 14 * small
 
 
-def spoken(text: str, *call_ids: str) -> Message:
+def assistant_message(text: str, *call_ids: str) -> Message:
     calls = [{"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}} for call_id in call_ids]
     return Message.model_validate({"role": "assistant", "content": text, "tool_calls": calls or None})
 
@@ -131,17 +131,17 @@ def test_equal_answers_are_told_apart_by_their_contents_without_comparing_all(di
     question = Message(role="user", content="q")
 
     def contents(turns: Sequence[TurnFacts]) -> Contents:
-        found: dict[str, TurnContent] = {}
+        by_turn: dict[str, TurnContent] = {}
         for number, item in enumerate(turns):
-            place = number % (len(turns) // 2)
-            own = place.to_bytes(4, "little") if differing == "tokens" else b"\1" * 4
-            own *= place + 1 if differing == "nested tokens" else 1
-            answer = spoken("a", f"call{place}") if differing == "calls" else spoken("a")
-            reply = own + b"\2" * 8
-            following = TurnContent(reply + b"\3" * 4, (b"",), (question, answer, question), (spoken("a"),))
-            first = TurnContent(own, (reply,), (question,), (answer,))
-            found[item.turn_id] = following if len(item.prefixes) > 1 else first
-        return found
+            index = number % (len(turns) // 2)
+            tokens = index.to_bytes(4, "little") if differing == "tokens" else b"\1" * 4
+            tokens *= index + 1 if differing == "nested tokens" else 1
+            answer = assistant_message("a", f"call{index}") if differing == "calls" else assistant_message("a")
+            reply = tokens + b"\2" * 8
+            following = TurnContent(reply + b"\3" * 4, (b"",), (question, answer, question), (assistant_message("a"),))
+            first = TurnContent(tokens, (reply,), (question,), (answer,))
+            by_turn[item.turn_id] = following if len(item.prefixes) > 1 else first
+        return by_turn
 
     def divide(size: int) -> None:
         turns, _ = equal_answers(size)
@@ -162,30 +162,35 @@ def test_the_chosen_answer_is_that_of_a_comparison_with_all(seed: int) -> None:
     for number in range(draw.randrange(1, 40)):
         calls = [f"c{draw.randrange(4)}" for _ in range(draw.randrange(3))]
         sequence = b"".join(draw.choice([b"\1\0\0\0", b"\2\0\0\0"]) for _ in range(draw.randrange(6)))
-        content = None if draw.random() < 0.2 else TurnContent(b"", (sequence,), (), (spoken("a", *calls),))
+        content = None if draw.random() < 0.2 else TurnContent(b"", (sequence,), (), (assistant_message("a", *calls),))
         replies.add(turn(number), 0, ("label",), content)
         candidates.append((turn(number), content))
     continued: Counter[tuple[str, int]] = Counter()
     for _ in range(60):
         prompt = b"".join(draw.choice([b"\1\0\0\0", b"\2\0\0\0"]) for _ in range(draw.randrange(8)))
-        echoed = [spoken(draw.choice(["", "with c1."]), f"c{draw.randrange(4)}"), spoken("see 'c3' and c2")]
-        own = (
+        echoed = [
+            assistant_message(draw.choice(["", "with c1."]), f"c{draw.randrange(4)}"),
+            assistant_message("see 'c3' and c2"),
+        ]
+        content_of_turn = (
             None if draw.random() < 0.2 else TurnContent(prompt, (), tuple(draw.sample(echoed, draw.randrange(3))), ())
         )
 
-        def rank(candidate: tuple[TurnFacts, TurnContent | None], own: TurnContent | None = own) -> tuple[int, ...]:
+        def rank(
+            candidate: tuple[TurnFacts, TurnContent | None], content_of_turn: TurnContent | None = content_of_turn
+        ) -> tuple[int, ...]:
             item, content = candidate
             count = continued[item.turn_id, 0]
-            if own is None or content is None:
+            if content_of_turn is None or content is None:
                 return 0, 0, count, item.log_offset
             calls = content.call_ids(0)
-            length = len(content.sequences[0]) if own.prompt.startswith(content.sequences[0]) else 0
-            return -len(own.echoed_words(calls)), -length, count, item.log_offset
+            length = len(content.sequences[0]) if content_of_turn.prompt.startswith(content.sequences[0]) else 0
+            return -len(content_of_turn.echoed_words(calls)), -length, count, item.log_offset
 
         expected = min(candidates, key=rank)[0]
-        found = replies.best(own, continued)
-        assert found is not None
-        assert found[0].turn_id == expected.turn_id
+        reply = replies.best(content_of_turn, continued)
+        assert reply is not None
+        assert reply[0].turn_id == expected.turn_id
         continued[expected.turn_id, 0] += 1
 
 

@@ -136,19 +136,19 @@ async def test_feedback_about_a_task_changes_one_row_however_many_runs_it_has(tx
     for name in names:
         await keep(tx, closed(session=name, trajectory_id=name, task_id="t"))
     changes = event_changes(tx)
-    taken: list[str] = []
+    rematched: list[str] = []
     for _ in range(9):
         changes.clear()
         await rematches.add_task(tx, "default", "t", 0)
         assert sum(changes) == 1
-        some, has_more = await rematches.take(tx, 25)
-        assert len(some) <= 25
-        taken += some
-    assert sorted(set(taken)) == names
-    last = list(some)
+        batch, has_more = await rematches.take(tx, 25)
+        assert len(batch) <= 25
+        rematched += batch
+    assert sorted(set(rematched)) == names
+    last = list(batch)
     while has_more:
-        some, has_more = await rematches.take(tx, 25)
-        last += some
+        batch, has_more = await rematches.take(tx, 25)
+        last += batch
     assert sorted(last) == names, "the last feedback is matched with each run once"
 
 
