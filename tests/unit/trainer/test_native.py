@@ -246,9 +246,9 @@ def test_a_plan_reaches_beyond_what_may_be_trained_and_no_further() -> None:
     plan = native.plan_comparison(long, of_base)
     assert [row.length for row in plan.rows] == [24, 57, 200, 2081, 4129]
     assert plan.unseen == ()
-    beyond = plan.places["beyond sliding_window = 4096"]
+    beyond = plan.regions["beyond sliding_window = 4096"]
     assert beyond.sum() == 32, "what the last row predicts from position 4096 on"
-    assert sum(row.loss_mask_T.sum() for row in plan.rows) == sum(mask.sum() for mask in plan.places.values())
+    assert sum(row.loss_mask_T.sum() for row in plan.rows) == sum(mask.sum() for mask in plan.regions.values())
     short = settings(Path("x"), memory={"sequence_tokens": 8192})
     assert native.plan_comparison(Config(sliding_window=8192), short).unseen == (), "nothing so long is trained"
     budget = settings(Path("x"), memory={"sequence_tokens": 16_384})
