@@ -141,8 +141,8 @@ class TurnContent:
             echo, [call.id for call in answer.tool_calls or ()]
         ):
             return True
-        one, other = sorted((echo.text.strip(), answer.text.strip()), key=len)
-        return bool(one) and (other.startswith(one) or other.endswith(one))
+        shorter, longer = sorted((echo.text.strip(), answer.text.strip()), key=len)
+        return bool(shorter) and (longer.startswith(shorter) or longer.endswith(shorter))
 
 
 Contents = Mapping[str, TurnContent]

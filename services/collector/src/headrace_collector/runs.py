@@ -246,7 +246,9 @@ class RunListing:
 
 def run_ids_by_turn(listings: Sequence[RunListing]) -> dict[str, str]:
     """Return, by turn id, the run id that feedback listing the turn names. The last listing decides."""
-    return {turn: listing.run_id for listing in _ordered(listings) if listing.run_id for turn in listing.turn_ids}
+    return {
+        turn: listing.run_id for listing in _order_listings(listings) if listing.run_id for turn in listing.turn_ids
+    }
 
 
 def groups_by_turn(listings: Sequence[RunListing]) -> dict[str, str]:
@@ -257,7 +259,7 @@ def groups_by_turn(listings: Sequence[RunListing]) -> dict[str, str]:
     again. A listing with another run id than the listings that it overlaps takes its turns out of their group.
     """
     group_of: dict[str, _ListedGroup] = {}
-    for number, listing in enumerate(_ordered(listings)):
+    for number, listing in enumerate(_order_listings(listings)):
         overlapping = {id(group): group for turn in listing.turn_ids if (group := group_of.get(turn)) is not None}
         merged = _ListedGroup(set(listing.turn_ids), number, listing)
         group_of |= dict.fromkeys(listing.turn_ids, merged)
@@ -287,5 +289,5 @@ class _ListedGroup:
     listing: RunListing
 
 
-def _ordered(listings: Sequence[RunListing]) -> list[RunListing]:
+def _order_listings(listings: Sequence[RunListing]) -> list[RunListing]:
     return sorted(listings, key=lambda listing: listing.log_offset)

@@ -236,10 +236,10 @@ async def feedback_of_session(
         query = select(*columns).where(feedback.c.event_id.in_(part))
         rows += (await tx.execute(query)).all()
     size_bytes = sum(length_bytes for _, length_bytes, _ in counted)
-    return await run_off_loop(size_bytes + _FEEDBACK_COST_BYTES * len(rows), lambda: _ordered(rows, tenant))
+    return await run_off_loop(size_bytes + _FEEDBACK_COST_BYTES * len(rows), lambda: _ordered_feedback(rows, tenant))
 
 
-def _ordered(rows: Iterable[Any], tenant: str) -> list[OrderedFeedback]:
+def _ordered_feedback(rows: Iterable[Any], tenant: str) -> list[OrderedFeedback]:
     ordered = []
     for row in rows:
         event = read_feedback(row.payload)

@@ -68,8 +68,8 @@ def divide_surplus(counts: Mapping[str, int], surplus: int) -> dict[str, int]:
         remaining = sum(counts[name] for name in tenants[:size]) - surplus
         if size == len(tenants) or remaining >= size * counts[tenants[size]]:
             level, extra = divmod(remaining, size)
-            kept = {name: level + (index < extra) for index, name in enumerate(tenants[:size])}
-            return {name: counts[name] - number for name, number in kept.items() if number < counts[name]}
+            remaining_counts = {name: level + (index < extra) for index, name in enumerate(tenants[:size])}
+            return {name: counts[name] - number for name, number in remaining_counts.items() if number < counts[name]}
     return {}
 
 

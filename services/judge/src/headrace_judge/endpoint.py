@@ -194,16 +194,18 @@ class Endpoint:
 
     def _read(self, status: int, headers: httpx2.Headers, content: bytes) -> Completion:
         if status in _CONTENT_REFUSED:
-            raise CallRefused(f"the endpoint answered {status}{_quoted(content)}")
+            raise CallRefused(f"the endpoint answered {status}{_quotation(content)}")
         if status != 200:
             wait_s = retry_after_s(headers.get("retry-after"), RETRY_AFTER_MAX_S)
-            raise EndpointUnavailable(f"the endpoint answered {status}{_quoted(content)}", wait_s=wait_s)
+            raise EndpointUnavailable(f"the endpoint answered {status}{_quotation(content)}", wait_s=wait_s)
         try:
             response = _Response.model_validate_json(content)
         except ValidationError as error:
             (problem, *_) = error.errors(include_input=False, include_url=False)
             field = ".".join(map(str, problem["loc"])) or "the body"
-            text = f"the endpoint answered 200 without a chat completion: {field}: {problem['msg']}{_quoted(content)}"
+            text = (
+                f"the endpoint answered 200 without a chat completion: {field}: {problem['msg']}{_quotation(content)}"
+            )
             raise EndpointUnavailable(text, billed=True) from None
         from_gateway = isinstance(response.id, str) and key_of_response(response.id)
         if not self._settings.is_gateway and from_gateway:
@@ -213,7 +215,7 @@ class Endpoint:
         return _completion(response)
 
 
-def _quoted(content: bytes) -> str:
+def _quotation(content: bytes) -> str:
     """Return a quotation of the error message in the endpoint's answer, or else of the answer's beginning."""
     try:
         body = json.loads(content)

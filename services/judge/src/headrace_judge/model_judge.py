@@ -69,9 +69,14 @@ class ModelJudge:
 
     async def _readings(self, rubric: Rubric, messages: list[ChatMessage], tenant: str) -> list[Reading]:
         read = reader(rubric)
-        return [await self._reading(messages, read, sample, tenant) for sample in range(self._settings.samples)]
+        return [
+            await self._cached_or_requested(messages, read, sample, tenant) for sample in range(self._settings.samples)
+        ]
 
-    async def _reading(self, messages: list[ChatMessage], read: Reader, sample: int, tenant: str) -> Reading:
+    async def _cached_or_requested(
+        self, messages: list[ChatMessage], read: Reader, sample: int, tenant: str
+    ) -> Reading:
+        """Return the cached verdict on a question or else request it, and cache it if it is readable."""
         question = tables.question_digest(self._endpoint.body(messages), sample)
         lock = self._question_locks.setdefault(question, asyncio.Lock())
         async with lock:  # equal runs often arrive together, and the second one finds the verdict in the cache

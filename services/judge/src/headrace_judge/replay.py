@@ -127,18 +127,19 @@ async def _judge(service: StreamService, processor: Processor, lines: Lines) -> 
     await processor.process(records)
     await _wait_for_jobs(processor, VERDICT_JOB, 0)
     await processor.step(_expire_deadlines)
-    while await _waiting(processor, DEADLINE_JOB):
+    while await _count_waiting(processor, DEADLINE_JOB):
         for timer in service.timers:
             await processor.step(timer.step)
 
 
 async def _wait_for_jobs(processor: Processor, kind: str, waiting_max: int) -> None:
     """Wait until the queue has at most `waiting_max` jobs of this kind."""
-    while await _waiting(processor, kind) > waiting_max:
+    while await _count_waiting(processor, kind) > waiting_max:
         await processor.clock.sleep(_POLL_S)
 
 
-async def _waiting(processor: Processor, kind: str) -> int:
+async def _count_waiting(processor: Processor, kind: str) -> int:
+    """Return the number of stored jobs of this kind."""
     return await transact(processor, lambda tx, _now: Jobs(STREAM).count(tx, kind))
 
 

@@ -37,7 +37,7 @@ def judge_run(rubric: Rubric, readings: Sequence[Reading]) -> Judgement:
     if isinstance(numbers, Judgement):
         return numbers
     criteria = {name: (score - SCALE_MIN) / (SCALE_MAX - SCALE_MIN) for name, score in numbers.items()}
-    return Judgement(outcome="scored", value=_weighted(rubric.weights, criteria), criteria=criteria, reason=reason)
+    return Judgement(outcome="scored", value=_weighted_mean(rubric.weights, criteria), criteria=criteria, reason=reason)
 
 
 def judge_pair(rubric: Rubric, first_as_a: Sequence[Reading], first_as_b: Sequence[Reading]) -> Judgement:
@@ -56,15 +56,15 @@ def judge_pair(rubric: Rubric, first_as_a: Sequence[Reading], first_as_b: Sequen
     second, second_reason = _medians(first_as_b)
     if isinstance(second, Judgement):
         return second
-    sides = _side(_weighted(rubric.weights, first)), -_side(_weighted(rubric.weights, second))
-    criteria = {name: _agreed(_side(first[name]), -_side(second[name])) for name in first}
+    sides = _side(_weighted_mean(rubric.weights, first)), -_side(_weighted_mean(rubric.weights, second))
+    criteria = {name: _agreed_score(_side(first[name]), -_side(second[name])) for name in first}
     if sides[0] != sides[1]:
         reason = "order"
     elif sides[0] == 0:
         reason = "tie"
     else:
         reason = f"{reason} / {second_reason}"
-    return Judgement(outcome="scored", value=_agreed(*sides), criteria=criteria, reason=reason)
+    return Judgement(outcome="scored", value=_agreed_score(*sides), criteria=criteria, reason=reason)
 
 
 def judge_equal_runs(rubric: Rubric) -> Judgement:
@@ -132,7 +132,8 @@ def _medians(readings: Sequence[Reading]) -> tuple[dict[str, float] | Judgement,
     return Judgement(outcome="abstained", reason=f"the model abstains: {abstained.reason}"), ""
 
 
-def _weighted(weights: Mapping[str, float], values: Mapping[str, float]) -> float:
+def _weighted_mean(weights: Mapping[str, float], values: Mapping[str, float]) -> float:
+    """Return the mean of the criteria's values, weighted by the rubric."""
     return sum(weights[name] * value for name, value in values.items()) / sum(weights.values())
 
 
@@ -141,5 +142,6 @@ def _side(value: float) -> int:
     return 0 if abs(value) < 1e-9 else 1 if value > 0 else -1
 
 
-def _agreed(first: int, second: int) -> float:
+def _agreed_score(first: int, second: int) -> float:
+    """Return the score of a pair on whose winner both orders agree (1, 0, or 0.5 for a tie), otherwise 0.5."""
     return (first + 1) / 2 if first == second else 0.5

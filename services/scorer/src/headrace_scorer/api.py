@@ -33,12 +33,12 @@ _LISTED_MAX = 64
 
 
 def routes(common: Common, pool: FunctionPool, database: Database) -> Sequence[BaseRoute]:
-    def listed() -> Response:
+    def list_functions() -> Response:
         return JSONResponse({"functions": [function.model_dump() for function in pool.functions]})
 
     async def functions(request: Request) -> Response:
         require_internal_key(request, common)
-        return listed()
+        return list_functions()
 
     async def reload(request: Request) -> Response:
         require_internal_key(request, common)
@@ -46,7 +46,7 @@ def routes(common: Common, pool: FunctionPool, database: Database) -> Sequence[B
             await pool.reload()
         except FunctionsRefused as error:
             raise Refused(422, "functions_refused", f"{error}; the functions loaded before stay in use") from None
-        return listed()
+        return list_functions()
 
     async def history(request: Request) -> Response:
         require_internal_key(request, common)

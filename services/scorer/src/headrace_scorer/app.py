@@ -50,7 +50,7 @@ async def _ignore_invalid_record(_record: Record, _error: InvalidEvent) -> None:
     """Ignore a record about models that cannot be decoded. The gateway reads the same topics and dead-letters it."""
 
 
-def _learned(settings: ScorerSettings, pool: FunctionPool) -> LearnedSource | None:
+def _learned_source(settings: ScorerSettings, pool: FunctionPool) -> LearnedSource | None:
     """Return the reward model that `scorer.learned.model` names as a source of rewards, or None without that
     setting.
     """
@@ -60,7 +60,7 @@ def _learned(settings: ScorerSettings, pool: FunctionPool) -> LearnedSource | No
 def service(common: Common, settings: ScorerSettings, pool: FunctionPool) -> StreamService:
     """Build the stream service of the scorer: its handlers, its periodic tasks and its routes."""
     cache = TrajectoryCache()
-    learned = _learned(settings, pool)
+    learned = _learned_source(settings, pool)
     scores = ScoreStore(cache, learned, JudgeMonitor(settings.drift))
     scoring = Scoring(pool, settings, cache, scores)
     scoring.sources.expect(function.source for function in scoring.functions)

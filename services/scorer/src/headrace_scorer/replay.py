@@ -167,7 +167,7 @@ class Rescoring:
             ValueError: the word is none of these.
         """
         if word == "feedback":
-            placed = _placed(FeedbackLine.model_validate_json(value))
+            placed = _placed_feedback(FeedbackLine.model_validate_json(value))
             event = placed.event
             if event.level == "task":
                 self._task_feedback[event.tenant, event.task_id or ""].setdefault(event.event_id, placed)
@@ -381,7 +381,7 @@ def _row(source: str, turn_id: str, result: Reward | Outcome) -> ledger.Row:
     return {**columns, "criteria": criteria, "feedback_id": None}
 
 
-def _placed(line: FeedbackLine) -> feedback_matching.PlacedFeedback:
+def _placed_feedback(line: FeedbackLine) -> feedback_matching.PlacedFeedback:
     event = Feedback.model_validate(line.event)
     size_bytes = len(event.to_json())
     return feedback_matching.PlacedFeedback(event, line.place, line.turns_until, line.trajectories_until, size_bytes)

@@ -274,13 +274,13 @@ class Scoring:
             part = max(min(slots, _RESERVE - self._waiting.count(tenant)), math.ceil(slots / left))
             if part > 0:
                 jobs = await self._jobs.lease(tx, kind_of_tenant(_KIND, tenant), now, self._lease, part)
-                fitting = await self._fitting(tx, now, jobs, self._waiting.free_bytes(tenant) - leased_bytes)
+                fitting = await self._choose_fitting(tx, now, jobs, self._waiting.free_bytes(tenant) - leased_bytes)
                 more = more or len(jobs) == part or len(fitting) < len(jobs)
                 leased += fitting
                 leased_bytes += sum(fitting.values())
         return leased, more
 
-    async def _fitting(
+    async def _choose_fitting(
         self, tx: AsyncConnection, now: datetime, jobs: Sequence[Job], free_bytes: int
     ) -> dict[Job, int]:
         """Choose the leased jobs whose trajectories fit into `free_bytes`, in order, and end the leases of the

@@ -229,8 +229,8 @@ async def _forget_old_listings(tx: AsyncConnection, turn_ids: Collection[str]) -
         for turn_id in (await tx.execute(counts.having(func.count() > 2 * EVENTS_MAX))).scalars().all():
             ordered = select(listed.c.event_id).join(feedback, feedback.c.event_id == listed.c.event_id)
             ordered = ordered.where(listed.c.turn_id == turn_id).order_by(feedback.c.place.desc(), feedback.c.event_id)
-            kept = ordered.limit(EVENTS_MAX)
-            await tx.execute(delete(listed).where(listed.c.turn_id == turn_id, listed.c.event_id.not_in(kept)))
+            newest = ordered.limit(EVENTS_MAX)
+            await tx.execute(delete(listed).where(listed.c.turn_id == turn_id, listed.c.event_id.not_in(newest)))
 
 
 async def load_feedback(tx: AsyncConnection, names: Iterable[str]) -> dict[str, PlacedFeedback]:

@@ -160,7 +160,7 @@ def _preference_of_chats(record: RawRecord) -> DataRow:
     return DataRow(chosen[:shared], (chosen[shared:], rejected[shared:]))
 
 
-def _labelled(record: RawRecord) -> DataRow:
+def _labelled_row(record: RawRecord) -> DataRow:
     label = zero_or_one(record["label"])
     if label is None:
         raise BadRow("format", f"label = {reprlib.repr(record['label'])}: must be true or false")
@@ -174,7 +174,7 @@ QUESTION = RowFormat(("question", "answer"), _question)
 INSTRUCTION = RowFormat(("instruction", "output"), _instruction, ("input",))
 PREFERENCE = RowFormat(("prompt", "chosen", "rejected"), _preference)
 PREFERENCE_OF_CHATS = RowFormat(("chosen", "rejected"), _preference_of_chats)
-LABELLED = RowFormat(("prompt", "completion", "label"), _labelled)
+LABELLED = RowFormat(("prompt", "completion", "label"), _labelled_row)
 
 
 def _with_system(row: DataRow, text: object) -> DataRow:

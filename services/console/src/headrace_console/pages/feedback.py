@@ -115,15 +115,15 @@ def feedback_body(form: Mapping[str, str], session: Row, turn: Row | None) -> di
     """
     action = form.get("action", "")
     if action not in ACTIONS:
-        raise _refused("action", f"must be one of {', '.join(ACTIONS)}")
+        raise _refusal("action", f"must be one of {', '.join(ACTIONS)}")
     comment = storable(form.get("comment", "").strip())
     if len(comment) > _COMMENT_LENGTH_MAX:
-        raise _refused("comment", f"must have at most {_COMMENT_LENGTH_MAX:,} characters")
+        raise _refusal("comment", f"must have at most {_COMMENT_LENGTH_MAX:,} characters")
     body: dict[str, JsonValue] = {"comment": comment} if comment else {}
     if turn is not None:
         body["response_id"] = unpack_id(turn["name"])
     elif session["session_id"] is None or action in ("edit", "withdraw_edit"):
-        raise _refused("turn", "must be a turn of the session; only a turn has an answer to edit")
+        raise _refusal("turn", "must be a turn of the session; only a turn has an answer to edit")
     else:
         body["session_id"] = session["session_id"]
     if action == "edit":
@@ -157,9 +157,9 @@ def _score(form: Mapping[str, str]) -> float:
     try:
         value = float(form.get("value", ""))
     except ValueError:
-        raise _refused("value", "must be a number from 0 to 1") from None
+        raise _refusal("value", "must be a number from 0 to 1") from None
     if not 0 <= value <= 1:
-        raise _refused("value", "must be a number from 0 to 1")
+        raise _refusal("value", "must be a number from 0 to 1")
     return value
 
 
@@ -167,14 +167,14 @@ def edited_answer(form: Mapping[str, str]) -> JsonValue:
     """Return the edited answer of a form as a message with text, tool calls or both. Raises `Refused` 400."""
     text, calls = storable(form.get("text", "").replace("\r\n", "\n")), form.get("tool_calls", "").strip()
     if max(len(text), len(calls)) > _ANSWER_LENGTH_MAX:
-        raise _refused("text", f"must have at most {_ANSWER_LENGTH_MAX:,} characters")
+        raise _refusal("text", f"must have at most {_ANSWER_LENGTH_MAX:,} characters")
     message: dict[str, JsonValue] = {"role": "assistant"}
     if text.strip():
         message["content"] = text
     if calls:
         message["tool_calls"] = _tool_calls(calls)
     if len(message) == 1:
-        raise _refused("text", "must contain the answer, unless there are tool calls")
+        raise _refusal("text", "must contain the answer, unless there are tool calls")
     return message
 
 
@@ -184,22 +184,22 @@ def _tool_calls(text: str) -> list[JsonValue]:
     try:
         calls = json.loads(text)
     except (ValueError, RecursionError):
-        raise _refused("tool_calls", problem) from None
+        raise _refusal("tool_calls", problem) from None
     if not isinstance(calls, list) or not 1 <= len(calls) <= 64:
-        raise _refused("tool_calls", problem)
+        raise _refusal("tool_calls", problem)
     messages: list[JsonValue] = []
     for number, entry in enumerate(calls):
         if not isinstance(entry, dict) or entry.keys() != {"name", "arguments"}:
-            raise _refused("tool_calls", problem)
+            raise _refusal("tool_calls", problem)
         name, arguments = entry["name"], entry["arguments"]
         if not isinstance(name, str) or not isinstance(arguments, dict):
-            raise _refused("tool_calls", problem)
+            raise _refusal("tool_calls", problem)
         function: dict[str, JsonValue] = {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
         messages.append({"id": f"call_{number}", "type": "function", "function": function})
     return messages
 
 
-def _refused(field: str, problem: str) -> Refused:
+def _refusal(field: str, problem: str) -> Refused:
     return Refused(400, "invalid_form", f"{field}: {problem}", field)
 
 

@@ -30,8 +30,8 @@ class LoginPages:
     def routes(self) -> list[Route]:
         """Return the routes that users may open before they have logged in."""
         return [
-            Route("/login", self._safely(self.form), methods=["GET"]),
-            Route("/login", self._safely(self.log_in), methods=["POST"]),
+            Route("/login", self._with_error_page(self.form), methods=["GET"]),
+            Route("/login", self._with_error_page(self.log_in), methods=["POST"]),
         ]
 
     def pages(self) -> list[Page]:
@@ -85,7 +85,9 @@ class LoginPages:
         )
         return response
 
-    def _safely(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    def _with_error_page(
+        self, handler: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
             try:
                 return await handler(request)

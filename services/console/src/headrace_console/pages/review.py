@@ -146,7 +146,7 @@ async def show_item(visit: Visit) -> Response:
         item=item,
         transcript=transcript,
         answers=_answers_of(queue, item, transcript, visit.user.name),
-        edited=_editable(queue, transcript),
+        edited=_editable_answer(queue, transcript),
         buttons=_buttons(queue),
         own=_own_answer(queue, item, visit.user.name),
         rated=progress.by_rater.get(visit.user.name, 0),
@@ -273,7 +273,7 @@ def _answers_of(queue: Queue, item: Item, transcript: Transcript | None, rater: 
     return [("Answer" if is_single else f"Answer {at}", text) for at, text in enumerate(transcript.answers, 1)]
 
 
-def _editable(queue: Queue, transcript: Transcript | None) -> tuple[str, str] | None:
+def _editable_answer(queue: Queue, transcript: Transcript | None) -> tuple[str, str] | None:
     """Return text and tool calls for the form of an edit, or None for a queue without edits."""
     if queue.rules.question != "edit" or transcript is None:
         return None

@@ -52,16 +52,16 @@ async def make(visit: Visit) -> Response:
     form = await visit.fields((*_FIELDS, *FILTERS))
     name = form.get("name", "").strip()
     if QUEUE_NAME.fullmatch(name) is None:
-        raise _refused("name", name, "must have 1 to 64 lower-case letters, digits, - and _, with no - or _ first")
+        raise _refusal("name", name, "must have 1 to 64 lower-case letters, digits, - and _, with no - or _ first")
     rules = rules_of(form)
     async with visit.transaction() as tx:
         tenants, tenant = await chosen_tenant(tx, visit.user, form)
         if tenant is None:
-            raise _refused("tenant", "", "has no session yet; a queue needs sessions to draw from")
+            raise _refusal("tenant", "", "has no session yet; a queue needs sessions to draw from")
         now_ms = epoch_ms(visit.parts.clock.now())
         number = await queues.add_queue(tx, tenants[tenant], name, rules, now_ms)
         if number is None:
-            raise _refused("name", name, f"is used, or tenant {tenant} has {QUEUES_MAX} queues; choose another name")
+            raise _refusal("name", name, f"is used, or tenant {tenant} has {QUEUES_MAX} queues; choose another name")
         queue = await queues.queue_of(tx, visit.user, number, locked=True)
         if queue is not None:
             await queues.draw_items(tx, queue, parse_filter(rules.filter))
@@ -74,17 +74,17 @@ def rules_of(form: Mapping[str, str]) -> QueueRules:
     parse_filter(selection)
     labels, raters = (_list(form.get(field, "")) for field in ("labels", "raters"))
     if form.get("question") == "label" and not 2 <= len(labels) <= _LABELS_MAX:
-        raise _refused("labels", form.get("labels", ""), f"must name 2 to {_LABELS_MAX} different labels, with commas")
+        raise _refusal("labels", form.get("labels", ""), f"must name 2 to {_LABELS_MAX} different labels, with commas")
     wrong = [label for label in labels if not is_name(label) or len(label) > 64 or label in _RESERVED_LABELS]
     if wrong:
-        raise _refused(
+        raise _refusal(
             "labels", wrong[0], f"must have 1 to 64 characters and be none of {', '.join(sorted(_RESERVED_LABELS))}"
         )
     if len(raters) > _RATERS_MAX:
-        raise _refused("raters", form.get("raters", ""), f"must name at most {_RATERS_MAX} users")
+        raise _refusal("raters", form.get("raters", ""), f"must name at most {_RATERS_MAX} users")
     numbers = {field: form[field] for field in ("ratings", "reserved_s", "items_max") if form.get(field)}
     if form.get("question") in ("pair", "edit") and form.get("about") == "session":
-        raise _refused("about", "session", "must be answer, because pairs and edits are of answers")
+        raise _refusal("about", "session", "must be answer, because pairs and edits are of answers")
     try:
         return QueueRules.model_validate(
             {
@@ -100,7 +100,7 @@ def rules_of(form: Mapping[str, str]) -> QueueRules:
     except ValidationError as error:
         problem = error.errors()[0]
         field = str(problem["loc"][0])
-        raise _refused(field, form.get(field, ""), problem["msg"]) from None
+        raise _refusal(field, form.get(field, ""), problem["msg"]) from None
 
 
 def _list(text: str) -> tuple[str, ...]:
@@ -108,7 +108,7 @@ def _list(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(entry for part in re.split(r"[,\n]", text) if (entry := part.strip())))
 
 
-def _refused(field: str, text: str, problem: str) -> Refused:
+def _refusal(field: str, text: str, problem: str) -> Refused:
     return Refused(400, "invalid_form", f"{field} = {printable(text[:200])!r}: {problem}", field)
 
 

@@ -136,7 +136,7 @@ async def tokens(visit: Visit) -> Response:
         has_now=bool(logprobs),
         problem=problem,
         sentences=target.training.sentences,
-        trained=await _trained(visit, target, turn, choice),
+        trained=await _is_trained(visit, target, turn, choice),
         served=visit.parts.replicas.versions(turn.model),
         too_long=turn.usage.prompt_tokens + len(turn.choices[choice].token_ids) > TOKENS_MAX,
         tokens_max=TOKENS_MAX,
@@ -177,7 +177,7 @@ async def _target(visit: Visit) -> _Target:
         return _Target(session, row, await turn_training(tx, row))
 
 
-async def _trained(visit: Visit, target: _Target, turn: Turn, choice: int) -> bool | None:
+async def _is_trained(visit: Visit, target: _Target, turn: Turn, choice: int) -> bool | None:
     """Return whether training included an answer of the turn, or None if the experience's event cannot be read."""
     for row, history in zip(target.training.experiences, target.training.histories, strict=True):
         turns = unpack_numbers(row["turns"])

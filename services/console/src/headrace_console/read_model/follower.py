@@ -270,7 +270,7 @@ class RecordReader:
         """
         async with self._lock:
             try:
-                reader = await self._connected()
+                reader = await self._connected_consumer()
                 return await self._read(reader, topic, positions)
             except (KafkaError, OSError) as error:
                 await self._disconnect()
@@ -320,7 +320,7 @@ class RecordReader:
             reader.pause(partition)  # otherwise the reader requests the records after the last one all the time
         return events
 
-    async def _connected(self) -> AIOKafkaConsumer:
+    async def _connected_consumer(self) -> AIOKafkaConsumer:
         if self._reader is None:
             reader = consumer(
                 self._bus, "headrace-console-records", fetch_max_bytes=1_048_576, fetch_max_wait_ms=_FETCH_WAIT_MS

@@ -78,24 +78,24 @@ async def session_page(tx: AsyncConnection, tenant: int, selection: Filter) -> S
         query = query.where(tuple_(*columns) > tuple_(*selection.before))
     elif selection.after is not None:
         query = query.where(tuple_(*columns) < tuple_(*selection.after))
-    nearest = query.order_by(*_ordered(columns, is_ascending=is_backward))
+    nearest = query.order_by(*_order_by(columns, is_ascending=is_backward))
     if not conditions:
         return _page(await read_rows(tx, nearest.limit(PAGE_ROWS + 1)), selection)
     read = nearest.with_only_columns(*columns).limit(SEARCHED_MAX).subquery()
     read_columns = read.c.began_ms, read.c.id
     matching = select(table).join(read, read.c.id == table.c.id).where(*conditions.values())
-    matching = matching.order_by(*_ordered(read_columns, is_ascending=is_backward)).limit(PAGE_ROWS + 1)
+    matching = matching.order_by(*_order_by(read_columns, is_ascending=is_backward)).limit(PAGE_ROWS + 1)
     rows = await read_rows(tx, matching)
     if len(rows) > PAGE_ROWS:
         return _page(rows, selection)
     last = select(*read_columns, select(func.count()).select_from(read).scalar_subquery().label("size"))
-    end = (await tx.execute(last.order_by(*_ordered(read_columns, is_ascending=not is_backward)).limit(1))).first()
+    end = (await tx.execute(last.order_by(*_order_by(read_columns, is_ascending=not is_backward)).limit(1))).first()
     if end is None or end.size < SEARCHED_MAX:
         return _page(rows, selection)
     return _page(rows, selection, (end.began_ms, end.id))
 
 
-def _ordered(columns: Sequence[ColumnElement[int]], *, is_ascending: bool) -> list[ColumnElement[int]]:
+def _order_by(columns: Sequence[ColumnElement[int]], *, is_ascending: bool) -> list[ColumnElement[int]]:
     return [column.asc() if is_ascending else column.desc() for column in columns]
 
 

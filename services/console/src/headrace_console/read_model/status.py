@@ -229,8 +229,8 @@ def _packed_advantages(item: TrainingOutcome) -> list[Any]:
     indices = {turn_id: index for index, turn_id in enumerate(dict.fromkeys(item.turn_ids))}
     turns = [turn for turn in item.turn_advantages if turn.turn_id in indices]
     strongest = sorted(turns, key=lambda turn: -abs(turn.advantage))[:_TURNS_KEPT]
-    by_turn = [[indices[turn.turn_id], _rounded(turn.advantage), int(turn.edited)] for turn in strongest]
-    return [None if item.advantage is None else _rounded(item.advantage), by_turn]
+    by_turn = [[indices[turn.turn_id], _round(turn.advantage), int(turn.edited)] for turn in strongest]
+    return [None if item.advantage is None else _round(item.advantage), by_turn]
 
 
 def overall_advantage(item: TrainingOutcome) -> float | None:
@@ -243,7 +243,7 @@ def overall_advantage(item: TrainingOutcome) -> float | None:
     return max((turn.advantage for turn in item.turn_advantages), key=abs)
 
 
-def _rounded(advantage: float) -> float:
+def _round(advantage: float) -> float:
     """Round an advantage to six significant digits, to shorten its text in the database."""
     return float(f"{advantage:.6g}")
 

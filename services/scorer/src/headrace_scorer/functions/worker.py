@@ -62,7 +62,7 @@ def run(function: Callable[..., object], call: outcomes.CallRequest, trajectory:
         parameters = inspect.signature(function).parameters
         returned = function(**{name: arguments[name] for name in parameters})
         if inspect.isawaitable(returned):
-            returned = asyncio.run(_awaited(returned))
+            returned = asyncio.run(_await_result(returned))
         return outcomes.outcome_of(returned)
     except BaseException as error:  # noqa: BLE001 (a reward function may do anything)
         return outcomes.outcome_of_error(error)
@@ -75,7 +75,7 @@ def _restore(folder: Path) -> None:
         os.chdir(folder)
 
 
-async def _awaited(returned: object) -> object:
+async def _await_result(returned: object) -> object:
     assert inspect.isawaitable(returned)
     return await returned
 

@@ -55,7 +55,7 @@ def columns_of(thumbed: Sequence[Features], unrated: Sequence[Features]) -> tupl
     refused = [name for name in sorted(counts) if foreign_share(name, thumbed, unrated) > _FOREIGN_MAX]
     columns: list[Column] = []
     for name in sorted(counts.keys() - set(refused), key=lambda feature: (-counts[feature], feature)):
-        columns += _standardized(name, counts[name], all_runs)
+        columns += _standardized_columns(name, counts[name], all_runs)
     return columns[:COLUMNS_MAX], refused
 
 
@@ -89,7 +89,7 @@ def _count_bins(values: Array, edges: Array, *, exact: bool) -> Array:
     return np.histogram(values, edges)[0].astype(np.float64)
 
 
-def _standardized(name: str, count: int, all_runs: Sequence[Features]) -> Iterable[Column]:
+def _standardized_columns(name: str, count: int, all_runs: Sequence[Features]) -> Iterable[Column]:
     """Yield the standardized columns of a feature that `count` runs have. Constant columns are left out."""
     values = [run[name] for run in all_runs if name in run]
     mean = math.fsum(values) / count

@@ -136,7 +136,7 @@ def fit(runs: Sequence[ThumbedRun], unrated: Sequence[Features], requirements: F
     """Fit the reward model (`RewardModel.fit`). The result scores no run if the thumbs do not meet the requirements."""
     from headrace_scorer.learned import columns, crowd
 
-    ordered = sorted(_usable(runs), key=lambda run: run.trajectory_id)
+    ordered = sorted(_usable_runs(runs), key=lambda run: run.trajectory_id)
     unrated = sorted(unrated, key=lambda features: sorted(features.items()))
     facts = FitFacts(
         thumbs=sum(len(run.thumbs) for run in ordered),
@@ -199,7 +199,7 @@ def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
 THUMBS = RewardModel(fit, read)
 
 
-def _usable(runs: Sequence[ThumbedRun]) -> list[ThumbedRun]:
+def _usable_runs(runs: Sequence[ThumbedRun]) -> list[ThumbedRun]:
     """Return the runs with those of their thumbs that are between 0 and 1, sorted by rater.
 
     Runs without such a thumb are left out.
