@@ -242,9 +242,9 @@ def test_what_is_about_the_very_answer_goes_before_what_is_about_its_turn(turned
 
 def test_who_speaks_last_waits_for_all_others_and_not_for_himself() -> None:
     policy = RewardPolicy({"*": 1.0}, expected=["feedback", "learned:*"], functions=["function:a"])
-    assert not policy.answered([silent("feedback", "abstained")], "learned:thumbs")
-    assert policy.answered([silent("feedback", "abstained"), scored("function:a", 1.0)], "learned:thumbs")
-    assert not policy.answered([scored("learned:thumbs", 1.0)], "learned:thumbs")
+    assert not policy.have_others_answered([silent("feedback", "abstained")], "learned:thumbs")
+    assert policy.have_others_answered([silent("feedback", "abstained"), scored("function:a", 1.0)], "learned:thumbs")
+    assert not policy.have_others_answered([scored("learned:thumbs", 1.0)], "learned:thumbs")
 
 
 def test_sources_without_a_weight_do_not_count() -> None:
@@ -281,11 +281,11 @@ def test_verdicts_on_turns_count_for_the_branches_that_hold_them() -> None:
 def test_waiting_ends_when_everybody_expected_has_spoken_and_somebody_scored() -> None:
     policy = RewardPolicy({"*": 1.0}, required=["feedback"], expected=["judge:*"], functions=["function:a"])
     answered = [silent("function:a", "abstained"), silent("judge:x", "timed_out")]
-    assert not policy.complete(answered)
-    assert not policy.complete([*answered, silent("feedback", "abstained")])
-    assert policy.complete([*answered, scored("feedback", 1.0)])
-    assert not policy.complete([answered[0], scored("feedback", 1.0)]), "the judge has said nothing"
-    assert not EQUAL.complete([]), "nobody is expected, and nobody has scored"
+    assert not policy.is_complete(answered)
+    assert not policy.is_complete([*answered, silent("feedback", "abstained")])
+    assert policy.is_complete([*answered, scored("feedback", 1.0)])
+    assert not policy.is_complete([answered[0], scored("feedback", 1.0)]), "the judge has said nothing"
+    assert not EQUAL.is_complete([]), "nobody is expected, and nobody has scored"
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(-1, 1)), max_size=6), st.randoms(use_true_random=False))
@@ -325,8 +325,8 @@ def test_patterns_know_nothing_but_the_star() -> None:
 @pytest.mark.parametrize("outcome", ["abstained", "failed", "parse_error", "timed_out", "withdrawn"])
 def test_a_required_source_that_spoke_without_a_score_is_still_waited_for(outcome: Outcome) -> None:
     policy = RewardPolicy({"*": 1.0}, required=["feedback"])
-    assert not policy.complete([scored("function:a", 1.0), silent("feedback", outcome)])
-    assert policy.complete([scored("function:a", 1.0), scored("feedback", 0.0)])
+    assert not policy.is_complete([scored("function:a", 1.0), silent("feedback", outcome)])
+    assert policy.is_complete([scored("function:a", 1.0), scored("feedback", 0.0)])
 
 
 def test_at_most_64_sources_count_required_ones_first_and_then_the_heaviest() -> None:

@@ -64,7 +64,7 @@ class RewardPolicy:
         """Return the weight of a source in the reward, or 0 if no pattern in `weights` matches its name."""
         return first_match(self.weights, source) or 0.0
 
-    def answered(self, source_rewards: Sequence[SourceReward], learned: str) -> bool:
+    def have_others_answered(self, source_rewards: Sequence[SourceReward], learned: str) -> bool:
         """Return whether every expected source except the reward model `learned` has answered.
 
         The reward model is left out because it scores last, from the rewards of the others.
@@ -72,7 +72,7 @@ class RewardPolicy:
         patterns = [pattern for pattern in (*self.expected, *self.functions) if not matches(pattern, learned)]
         return _each_fits(patterns, {reward.source for reward in source_rewards})
 
-    def complete(self, source_rewards: Sequence[SourceReward]) -> bool:
+    def is_complete(self, source_rewards: Sequence[SourceReward]) -> bool:
         """Return whether every expected source has answered and every required source has given a score."""
         answered = {reward.source for reward in source_rewards}
         scored = {reward.source for reward in source_rewards if reward.outcome == "scored"}

@@ -132,7 +132,7 @@ def _other_sources_answered(score: TrajectoryScore, policy: RewardPolicy, learne
     row = score.row
     called = not policy.functions or row["scored_inputs"] == row["inputs"]
     waits = row["settle_ms"] is not None
-    answered = row["emitted"] != "[]" or (waits and policy.answered(score.entries.current(), learned))
+    answered = row["emitted"] != "[]" or (waits and policy.have_others_answered(score.entries.current(), learned))
     return called and answered
 
 
@@ -147,7 +147,7 @@ def _is_ready(score: TrajectoryScore, policy: RewardPolicy) -> bool:
         return False
     if row["emitted"] != "[]":
         return True
-    return row["settle_ms"] is not None and policy.complete(score.entries.current())
+    return row["settle_ms"] is not None and policy.is_complete(score.entries.current())
 
 
 def _experiences(score: TrajectoryScore, now: datetime, policy: RewardPolicy) -> list[Experience]:

@@ -83,7 +83,7 @@ def check(request: Request) -> None:
     """Check the settings without starting any program.
 
     Raises:
-        UsageError: names the missing setting and a remedy.
+        UsageError: a setting is missing; the message names the setting and a remedy.
     """
     overrides = request.overrides()
     required = {
@@ -204,7 +204,7 @@ def from_file(path: Path) -> list[Experience]:
     """Read experiences from a file of JSON lines that `headrace replay events experiences` has written.
 
     Raises:
-        UsageError: names the first invalid line.
+        UsageError: a line is invalid; the message names the first such line.
     """
     events = []
     try:

@@ -205,7 +205,7 @@ class CheckReport:
         """Check that at most `skip_bad` rows were refused and at least one row can be trained.
 
         Raises:
-            UsageError: names the first refused rows.
+            UsageError: the check fails; the message names the first refused rows.
         """
         if self.bad > skip_bad:
             listed = "\n  ".join(map(str, self.refusals[:_PRINTED_MAX]))

@@ -117,7 +117,7 @@ def prepare(job: Job, environ: Mapping[str, str] | None = None) -> PreparedJob:
     """Check a job and resolve its settings and files, without starting any program.
 
     Raises:
-        UsageError: names the invalid value and a remedy.
+        UsageError: a value is invalid; the message names the value and a remedy.
     """
     try:
         ALGORITHMS.point(job.kind)

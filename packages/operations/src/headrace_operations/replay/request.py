@@ -90,7 +90,7 @@ def make(
     """Build and check the request of a replay, without connecting to the bus.
 
     Raises:
-        UsageError: names the invalid value and a remedy.
+        UsageError: a value is invalid; the message names the value and a remedy.
     """
     live = str(overrides.get("trainer.lineage") or "main")
     if not _NAME.fullmatch(lineage):
