@@ -44,7 +44,7 @@ sessions = Table(
     Column("open_added", BigInteger, nullable=False),  # tokens that each open turn adds to the one that it extends
     Column("began", BigInteger, nullable=False),  # offset of its first turn
     Column("seen_ms", BigInteger, nullable=False),
-    Column("check_ms", BigInteger),  # when a run may have become idle; null while none is open
+    Column("check_ms", BigInteger),  # time of the next check for idle runs; null while no run is open
     Index("ix_sessions_check", "check_ms"),
     _partial("ix_sessions_open", "seen_ms", where="open_turns > 0"),
     _partial("ix_sessions_over", "seen_ms", where="open_turns = 0"),
@@ -80,7 +80,9 @@ turns = Table(
     Column("closed_ms", BigInteger),
     Column("payload", LargeBinary),  # the event; null once a closed run's retention is over
     Column("extends", Text),  # the turn whose prompt it continues; an open turn extends open turns only
-    Column("shared_messages", Integer, nullable=False),  # messages of that turn without digests in `prefixes`
+    Column(
+        "shared_messages", Integer, nullable=False
+    ),  # messages shared with that turn; `prefixes` lacks their digests
     Column("sequences", Integer, nullable=False),
     Column("added_tokens", Integer, nullable=False),
     Column("continued", Boolean, nullable=False, server_default=text("false")),  # whether a turn continues an answer
@@ -98,8 +100,8 @@ feedback = Table(
     Column("source_offset", BigInteger, nullable=False),  # orders feedback: later feedback has a higher offset
     Column("turns_until", BigInteger, nullable=False),  # turns before this offset were sent before the feedback
     Column("at_ms", BigInteger, nullable=False),
-    Column("resolved", Boolean, nullable=False),  # whether its target has been found
-    Column("used_ms", BigInteger),  # when the last run that it can concern was closed
+    Column("resolved", Boolean, nullable=False),  # whether the turn or session that it is about is known
+    Column("used_ms", BigInteger),  # time at which the last run that it can be about was closed
     Column("payload", LargeBinary, nullable=False),
     Index("ix_feedback_session", "session_key", "used_ms", "source_offset"),
     Index("ix_feedback_resolved", "resolved", "at_ms"),

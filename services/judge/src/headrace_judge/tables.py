@@ -46,7 +46,7 @@ VERDICTS = Table(
 CONTESTS = Table(
     "contests",
     METADATA,
-    Column("contest", Text, primary_key=True),  # from rubric, tenant, purpose and task; the row is the lock
+    Column("contest", Text, primary_key=True),  # digest of rubric, tenant, purpose and task; transactions lock this row
     Column("touched_ms", BigInteger, nullable=False),
 )
 
@@ -59,8 +59,8 @@ CONTESTANTS = Table(
     Column("run", Text, nullable=False),  # trajectories of one run are not compared with each other
     Column("case", LargeBinary, nullable=False),  # RunToJudge as JSON
     Column("arrived_ms", BigInteger, nullable=False),
-    Column("closed", Boolean, nullable=False),  # gets no new pair
-    Column("revision", Integer, nullable=False),  # of its next reward
+    Column("closed", Boolean, nullable=False),  # whether the run gets no new pair
+    Column("revision", Integer, nullable=False),  # revision of the run's next reward
 )
 
 PAIRS = Table(
@@ -71,7 +71,7 @@ PAIRS = Table(
     Column("first", Text, nullable=False),  # trajectory ids
     Column("second", Text, nullable=False),
     Column("made_ms", BigInteger, nullable=False),
-    Column("judgement", LargeBinary),  # Judgement of the first run as JSON; NULL until there is one
+    Column("judgement", LargeBinary),  # Judgement of the first run as JSON; NULL until the pair is judged
 )
 
 T = TypeVar("T")

@@ -74,7 +74,7 @@ turns = Table(
     metadata,
     Column("turn_id", Text, primary_key=True),
     Column("trajectory_id", Text, primary_key=True),
-    Column("spoken", Boolean, nullable=False),  # whether it is in a branch
+    Column("spoken", Boolean, nullable=False),  # whether the turn is in a branch
     Index("ix_turns_trajectory", "trajectory_id"),
 )
 
@@ -97,7 +97,7 @@ feedback = Table(
     Column("place", BigInteger, nullable=False),  # offset on `feedback`: later feedback has a higher one
     Column("turns_until", BigInteger),  # end offset of `turns` when it was sent
     Column("trajectories_until", BigInteger),  # end offset of `trajectories` then; null without a gateway
-    Column("task_id", Text),  # set when it is about all runs of a task
+    Column("task_id", Text),  # set if the feedback is about all runs of a task
     Column("partition", Integer),  # then: the partition of this copy
     Column("arrived_ms", BigInteger, nullable=False),
     Column("payload", LargeBinary, nullable=False),
@@ -157,7 +157,7 @@ thumbs = Table(
     Column("rater", Text, primary_key=True),  # empty: people without a name
     Column("tenant", Text, nullable=False),
     Column("value", Float(53)),  # null: withdrawn
-    Column("arrived_ms", BigInteger, nullable=False),  # when it last changed
+    Column("arrived_ms", BigInteger, nullable=False),  # time of the last change
     Index("ix_thumbs_newest", "tenant", "arrived_ms", "trajectory_id"),
 )
 
@@ -166,8 +166,8 @@ reward_models = Table(
     metadata,
     Column("tenant", Text, primary_key=True),
     Column("source", Text, primary_key=True),
-    Column("fresh", Integer, nullable=False),  # thumbs that changed since it was fitted
-    Column("counted", Integer, nullable=False),  # thumbs that it was fitted to
+    Column("fresh", Integer, nullable=False),  # number of thumbs that changed since the last fit
+    Column("counted", Integer, nullable=False),  # number of thumbs of the last fit
     Column("model_id", Text),  # null before the first fit, like the following columns
     Column("fitted_ms", BigInteger),
     Column("payload", LargeBinary),
@@ -178,7 +178,7 @@ agreement = Table(
     metadata,
     Column("tenant", Text, primary_key=True),
     Column("source", Text, primary_key=True),
-    Column("judged_by", Text, primary_key=True),  # another model or prompt is another judge
+    Column("judged_by", Text, primary_key=True),  # name of the judge: another model or prompt is another judge
     Column("state", Text, nullable=False),  # JSON
     Column("drifted_ms", BigInteger),  # when the alarm was raised
     Column("changed_ms", BigInteger, nullable=False),

@@ -104,7 +104,7 @@ sessions = Table(
     Column("began_ms", BigInteger, nullable=False),  # 0 while no turn is captured
     Column("last_ms", BigInteger, nullable=False),
     Column("tokens", BigInteger, nullable=False),
-    Column("reward", Float),  # of the experience that changed last
+    Column("reward", Float),  # reward of the experience that changed last
     Column("tenant", Integer, nullable=False),
     Column("model", Integer, nullable=False),
     Column("version", Integer, nullable=False),  # version of the last answer
@@ -354,9 +354,9 @@ hours = Table(
     Column("source", Integer, primary_key=True),
     Column("hour", Integer, primary_key=True, index=True),
     Column("outcome", Integer, primary_key=True),
-    Column("bucket", SmallInteger, primary_key=True),  # tenth of the value; `NO_VALUE` for other outcomes than `scored`
+    Column("bucket", SmallInteger, primary_key=True),  # value in tenths; `NO_VALUE` for outcomes other than `scored`
     Column("rewards", BigInteger, nullable=False),
-    Column("total", Float),  # of the values; null if an old release has counted some of them
+    Column("total", Float),  # sum of the values; null if an old release has counted some of them
     sqlite_with_rowid=False,
 )
 NO_VALUE = -100
