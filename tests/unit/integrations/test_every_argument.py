@@ -175,7 +175,7 @@ VALUES: dict[str, Any] = {
     "buffer.explorer_input.taskset.rollout_args.*": 1, "explorer.listen_address": "0.0.0.0", "project": "p",
     "group": "g", "name": "n", "checkpoint_root_dir": "kept", "buffer.explorer_input.taskset.subset_name": "main",
 }  # fmt: skip
-AS_HERE = {key for key in KEYS if getattr(KEYS[key], "__qualname__", "").startswith("only.")}
+AS_HERE = {key for key in KEYS if getattr(KEYS[key], "__qualname__", "").startswith("accept_only.")}
 """Keys that accept only the value that corresponds to the fixed behaviour."""
 
 
