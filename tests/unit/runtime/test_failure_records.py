@@ -303,14 +303,14 @@ def test_failures_are_counted_told_and_over_with_the_first_success(log: Log) -> 
     for _ in range(150):
         sources.note("function:a", "failed", "KeyError: 'x'")
     sources.note("function:b", "abstained", None)
-    a, b = sources.listed().data
+    a, b = sources.source_list().data
     assert (a.id, a.failing, a.outcomes, a.last_error) == ("function:a", 150, {"failed": 150}, "KeyError: 'x'")
     assert a.last_error_at is not None
     assert (b.failing, b.last_error) == (0, None)
     assert [fields["in_a_row"] for _, fields in log.lines] == [1, 10, 100]
     assert log.lines[0][1]["error"] == "KeyError: 'x'"
     sources.note("function:a", "scored", None)
-    a = sources.listed().data[0]
+    a = sources.source_list().data[0]
     assert (a.failing, a.last_error) == (0, "KeyError: 'x'"), "the last error stays to be read"
     assert log.lines[-1] == ("source_works_again", {"source": "function:a", "failed_in_a_row": 150})
 
@@ -319,14 +319,14 @@ def test_what_quotes_a_model_is_not_logged(log: Log) -> None:
     sources = Sources()
     sources.note("judge:a", "parse_error", "no verdict in: SECRET")
     assert log.lines[0][1]["error"] is None
-    assert sources.listed().data[0].last_error == "no verdict in: SECRET"
+    assert sources.source_list().data[0].last_error == "no verdict in: SECRET"
 
 
 def test_sources_are_bounded() -> None:
     sources = Sources()
     for number in range(1000):
         sources.note(f"judge:{number}", "failed", "x" * 100_000)
-    listed = sources.listed().data
+    listed = sources.source_list().data
     assert len(listed) == 256
     assert listed[-1].id == "judge:999"
     assert len(listed[-1].last_error or "") == 2000

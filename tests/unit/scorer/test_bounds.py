@@ -213,7 +213,7 @@ async def test_a_reward_function_outside_its_range_has_failed(open_scorer: Open)
         await rig.deliver(closed())
         await rig.run_functions()
         assert rig.rewards() == [("function:percent", 0, "failed", None)]
-        (source,) = rig.scoring.sources.listed().data
+        (source,) = rig.scoring.sources.source_list().data
     assert "function:percent = 85: must be from -1 to 1" in (source.last_error or "")
 
 

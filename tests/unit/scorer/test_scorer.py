@@ -289,7 +289,7 @@ async def test_how_each_function_fares_is_known(open_scorer: Open) -> None:
     async with open_scorer(half, broken) as rig:
         await rig.deliver(closed(session="a"))
         await rig.deliver(closed(session="b"))
-        states = {source.id: source for source in rig.scoring.sources.listed().data}
+        states = {source.id: source for source in rig.scoring.sources.source_list().data}
     assert states["function:half"].outcomes == {"scored": 2}
     assert (states["function:broken"].outcomes, states["function:broken"].failing) == ({"failed": 2}, 2)
     assert "KeyError: 'expected'" in (states["function:broken"].last_error or "")

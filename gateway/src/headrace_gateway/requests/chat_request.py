@@ -264,14 +264,14 @@ def check_chat_request(request: ChatRequest, context: RequestContext) -> ChatReq
         check_choice(request.tool_choice, {tool.function.name for tool in request.tools or ()})
     except ValueError as error:
         raise ApiError(400, "invalid_value", str(error), TOOL_CHOICE) from None
-    _report_unheld_keywords(request, context)
+    _report_unenforced_keywords(request, context)
     if request.choices > context.rules.choices_max:
         message = f"n: at most {context.rules.choices_max} choices can be requested here"
         raise ApiError(400, "invalid_value", message, "n")
     return request
 
 
-def _report_unheld_keywords(request: ChatRequest, context: RequestContext) -> None:
+def _report_unenforced_keywords(request: ChatRequest, context: RequestContext) -> None:
     """Record in `context` the keywords of the JSON schema that the answer may violate. The schema is not `strict`, and
     no grammar can enforce these keywords."""
     schemas: list[tuple[str, JsonValue]] = []

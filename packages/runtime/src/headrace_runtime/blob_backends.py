@@ -25,7 +25,8 @@ _MEMORY_LOCK = threading.Lock()
 
 
 class NotExclusive(Exception):
-    """Raised if a store cannot create a file only if it does not exist. The message is the reason."""
+    """Raised if a blob store may overwrite an existing file where it is told to create a new one. The message is the
+    reason."""
 
 
 @dataclass(frozen=True, slots=True)

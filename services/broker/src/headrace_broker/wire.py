@@ -32,7 +32,7 @@ class WireReader:
         self._items_left = ITEMS_MAX
 
     @property
-    def left(self) -> int:
+    def unread_bytes(self) -> int:
         """Number of bytes that were not read yet."""
         return len(self._data) - self._at
 
@@ -40,15 +40,15 @@ class WireReader:
         """Read `size` bytes."""
         end = self._at + size
         if size < 0 or end > len(self._data):
-            raise Malformed(f"a field of {size} bytes at {self._at}, but {self.left} bytes are left")
+            raise Malformed(f"a field of {size} bytes at {self._at}, but {self.unread_bytes} bytes are left")
         data = self._data[self._at : end]
         self._at = end
         return data
 
     def count(self, items: int) -> int:
         """Check and return the length of an array before memory is allocated for it."""
-        if not 0 <= items <= min(self.left, self._items_left):  # every item takes at least one byte
-            raise Malformed(f"an array of {items} items, but {self.left} bytes are left")
+        if not 0 <= items <= min(self.unread_bytes, self._items_left):  # every item takes at least one byte
+            raise Malformed(f"an array of {items} items, but {self.unread_bytes} bytes are left")
         self._items_left -= items
         return items
 
@@ -263,8 +263,8 @@ def _compiled(message: type[Any], form: Form) -> _Struct[Any]:
 def decode(message: type[M], source: WireReader, form: Form = PLAIN) -> M:
     """Decode a message. Raises `Malformed`, also if bytes remain."""
     value = codec(message, form).read(source)
-    if source.left:
-        raise Malformed(f"{source.left} bytes remain after {message.__name__}")
+    if source.unread_bytes:
+        raise Malformed(f"{source.unread_bytes} bytes remain after {message.__name__}")
     return value
 
 

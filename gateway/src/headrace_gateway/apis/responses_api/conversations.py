@@ -78,7 +78,7 @@ class _Added:
     size_bytes: int
     bytes_max: int
 
-    def to(self, conversation: StoredConversation) -> StoredConversation:
+    def append_to(self, conversation: StoredConversation) -> StoredConversation:
         """Return the conversation with the new items appended.
 
         Raises:
@@ -104,7 +104,9 @@ class Conversations:
         async with self.admission.enter(request.scope, request.receive, "chat") as admitted:
             view = self.store.view(admitted.caller)
             body, added = await self._read(_NewConversation, admitted, view)
-            conversation = added.to(StoredConversation(metadata=body.metadata or {}, session_key=view.session_key))
+            conversation = added.append_to(
+                StoredConversation(metadata=body.metadata or {}, session_key=view.session_key)
+            )
             view.add(conversation)
         return JSONResponse(_json(conversation))
 
@@ -133,7 +135,7 @@ class Conversations:
         async with self.admission.enter(request.scope, request.receive, "chat") as admitted:
             view = self.store.view(admitted.caller)
             _, added = await self._read(_NewItems, admitted, view)
-            view.change(_id_of(request), added.to)
+            view.change(_id_of(request), added.append_to)
         return await self._page(added.items, added.size_bytes, has_more=False)
 
     async def list_items(self, request: Request) -> Response:

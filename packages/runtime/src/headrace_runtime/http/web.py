@@ -346,7 +346,7 @@ class Sources:
             error = None if outcome in _QUOTES else source.last_error
             log.warning("source_fails", source=name, outcome=outcome, in_a_row=source.failing, error=error)
 
-    def listed(self) -> SourceList:
+    def source_list(self) -> SourceList:
         """Return the counters and the last error of each source."""
         return SourceList(
             data=tuple(
@@ -366,7 +366,7 @@ class Sources:
 
         async def sources(request: Request) -> Response:
             require_internal_key(request, common)
-            return Response(self.listed().model_dump_json(exclude_none=True), media_type="application/json")
+            return Response(self.source_list().model_dump_json(exclude_none=True), media_type="application/json")
 
         return Route("/sources", sources)
 

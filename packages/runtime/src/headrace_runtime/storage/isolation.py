@@ -116,8 +116,8 @@ class ItemIsolation:
 
 
 async def isolate(tx: AsyncConnection, encode: Encode) -> None:
-    """Set an option on the connection of `tx` by which `each` processes items in isolation. `encode` must raise for
-    events that cannot be sent."""
+    """Make later calls of `each` in `tx` process each item in a savepoint of its own. `encode` must raise for events
+    that cannot be sent."""
     await tx.execution_options(**{_ENCODE: encode})
 
 

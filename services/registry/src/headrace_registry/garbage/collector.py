@@ -100,7 +100,7 @@ class GarbageCollector:
         Raises the same errors as `run`.
         """
         async with self.lock:
-            versions = await self._uncollected()
+            versions = await self._versions_with_files()
             names = frozenset(version.version for version in versions)
             if names == self._within_limit:
                 return ()
@@ -134,7 +134,7 @@ class GarbageCollector:
             self._sizes.pop(collectable.version, None)
             log.info("collected", version=collectable.version, files=collectable.report.files)
 
-    async def _uncollected(self) -> list[VersionRecord]:
+    async def _versions_with_files(self) -> list[VersionRecord]:
         """Return the versions whose files were not deleted."""
         versions: list[VersionRecord] = []
 

@@ -68,13 +68,13 @@ class SuccessionEvidence:
     bets: EProcess
 
     @property
-    def won(self) -> bool:
+    def is_better(self) -> bool:
         """Whether `of` was shown to be better than the anchor, so that it becomes the new anchor."""
         return self.bets.null_rejected(self.error)
 
     def add_scores(self, scores: Mapping[str, float]) -> None:
         """Add the scores of one task, by version, if both versions have one."""
-        if self.of in scores and self.anchor in scores and not self.won:
+        if self.of in scores and self.anchor in scores and not self.is_better:
             self.bets.update(scores[self.of] - scores[self.anchor])
 
     def to_json(self) -> str:
@@ -233,9 +233,9 @@ class Trial:
         Args:
             promoted: whether this trial has promoted its candidate.
         """
-        succeeded = self._champion_evidence is not None and self._champion_evidence.won
+        succeeded = self._champion_evidence is not None and self._champion_evidence.is_better
         if promoted:
-            if self._candidate_evidence is None or self._candidate_evidence.won:
+            if self._candidate_evidence is None or self._candidate_evidence.is_better:
                 return AnchorState(trials=self.number) if self.anchor == self.candidate else CHAMPION_IS_ANCHOR
             if not succeeded:
                 return AnchorState(self._candidate_evidence.anchor, self.number, self._candidate_evidence.to_json())

@@ -243,12 +243,14 @@ class Evidence:
         successes = [success for success, test in self._successes if test.null_rejected]
         return Findings(
             harmed=tuple(name for name, test in self._harms if test.null_rejected),
-            open_guardrails=self._unproven(self._safe, self.plan.last_reading_age)
+            open_guardrails=self._metrics_without_proof(self._safe, self.plan.last_reading_age)
             + (() if all(test.null_rejected for test in self._even) else (ARMS,)),
             successes=tuple(f"{success.metric} {success.kind.replace('_', ' ')}" for success in successes),
             improved=any(success.kind == "improved" for success in successes),
             too_risky={
-                stage_index: names for stage_index in self._entries if (names := self._unproven_for_stage(stage_index))
+                stage_index: names
+                for stage_index in self._entries
+                if (names := self._guardrails_without_proof(stage_index))
             },
             sample_ratio_broken=self._ratio_broken,
             shadow_units=self._shadow_units,
@@ -323,11 +325,11 @@ class Evidence:
             for guardrail in self.plan.guardrails
         ]
 
-    def _unproven_for_stage(self, stage_index: int) -> tuple[str, ...]:
+    def _guardrails_without_proof(self, stage_index: int) -> tuple[str, ...]:
         """Return the guardrails for which the large loss that the stage would risk is not excluded yet."""
-        return self._unproven(self._entries[stage_index], "maturity")
+        return self._metrics_without_proof(self._entries[stage_index], "maturity")
 
-    def _unproven(self, tests: Iterable[tuple[str, SequentialTest]], age: ReadingAge) -> tuple[str, ...]:
+    def _metrics_without_proof(self, tests: Iterable[tuple[str, SequentialTest]], age: ReadingAge) -> tuple[str, ...]:
         """Return the metrics whose test has not rejected its null hypothesis. Metrics without any value after enough
         units are ignored."""
         enough = min(self._read[age]) >= SILENT_UNITS

@@ -68,7 +68,7 @@ class Guardrail(Model):
 
 
 class Success(Model):
-    """A reason to promote a version. One success is enough."""
+    """Test of a metric that a candidate must pass to be promoted. Of several, one passed test is enough."""
 
     metric: Text
     kind: Literal["improved", "not_inferior"] = "not_inferior"

@@ -145,8 +145,8 @@ async def all_prompts(tx: AsyncConnection, rollout_id: str, limit: int) -> list[
 
 
 async def begin_attempt(tx: AsyncConnection, prompt: PromptRecord, now_ms: int) -> int | None:
-    """Begin another attempt to answer a prompt, and return its number. The sessions of the answers are stored before
-    they exist on the bus.
+    """Begin another attempt to answer a prompt, and return the number of the attempt. The session keys of its answers
+    are stored before the bus has any record of these sessions.
 
     Returns None if the prompt does not wait for answers any more, or if its rollout is not in the shadow any more.
     """
