@@ -8,6 +8,7 @@ slow.
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import threading
 from collections import Counter
@@ -112,10 +113,15 @@ class Matched:
         return logits_V.masked_fill(bits_V == 0, float("-inf"))
 
 
+@functools.cache
+def _words_of(folder: Path, vocabulary: int) -> Any:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return library_vocabulary(tokenizer.backend_tokenizer, vocabulary, tokenizer.eos_token_id).words
+
+
 def guide_of(request: Request, folder: Path, vocabulary: int) -> Matched:
     """Return the grammar of a request as `HeadraceBackend` builds it, with the library's limits."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    words = library_vocabulary(tokenizer.backend_tokenizer, vocabulary, tokenizer.eos_token_id).words
+    words = _words_of(folder, vocabulary)
     matcher = LLMatcher(words, grammar_from("grammar", request.grammar))
     assert not matcher.is_error(), matcher.get_error()
     return Matched(matcher, words.eos_token, {token for token in request.stop_token_ids if token < vocabulary})
