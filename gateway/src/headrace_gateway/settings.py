@@ -9,6 +9,7 @@ from pydantic import Field
 
 from headrace_gateway import INFO
 from headrace_runtime.settings.sections import Port, Section, ServiceSettings, is_loopback
+from headrace_runtime.settings.table import Fixed
 from headrace_schemas.values.base import ModelName
 from headrace_schemas.values.ids import NAME
 
@@ -77,7 +78,7 @@ class CaptureSettings(Section):
     of the response.
     """
 
-    FIXED: ClassVar = {"spool_tenant_share": "half of the spool"}
+    FIXED: ClassVar = {"spool_tenant_share": Fixed(0.5)}
 
     bus_wait_s: Positive = 2.0
     """How long the bus may take to acknowledge before the event goes to the spool instead."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import codecs
 import os
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,8 +25,9 @@ from headrace_registry.settings import RegistrySettings
 from headrace_runtime import check
 from headrace_runtime.errors import SettingError
 from headrace_runtime.main import secrets_of
+from headrace_runtime.settings.reference import describe
 from headrace_runtime.settings.sections import Common, Section, ServiceSettings, is_loopback, load
-from headrace_runtime.settings.table import parse_toml, plain_types
+from headrace_runtime.settings.table import Fixed, parse_toml, plain_types
 from headrace_runtime.settings.table import read as read_table
 from headrace_runtime.storage.files import data_folder
 from headrace_scorer.settings import ScorerSettings
@@ -34,10 +36,12 @@ from tests.support import packages
 
 
 class Inner(Section):
-    FIXED: ClassVar = {"depth_max": "8"}
+    FIXED: ClassVar = {"depth_max": Fixed(8), "rate": Fixed(Fraction(1, 8))}
+    PARAMETERS: ClassVar = ("names",)
 
     size_max: int = 10
     kind: str = "narrow"
+    names: tuple[str, ...] = ("a",)
 
 
 class Outer(Section):
@@ -103,6 +107,7 @@ def test_other_services_sections_are_theirs_to_check(tmp_path: Path) -> None:
             "[gateway.inner]\ndepth_max = 9\n",
             r"depth_max = 9: is no setting any more, its value is fixed \(8\)",
         ),
+        ("[gateway.inner]\nnames = ['b']\n", r"names = \['b'\]: is no setting any more"),
         ("[gateway]\nport = 'eighty'\n", r"gateway\.port = 'eighty': .*integer"),
         ("[gateway]\nport = 70000\n", r"gateway\.port = 70000"),
         ("[gateway]\nmode = 'c'\n", r"gateway\.mode = 'c': .*'a' or 'b'"),
@@ -116,6 +121,16 @@ def test_other_services_sections_are_theirs_to_check(tmp_path: Path) -> None:
 def test_mistakes_in_the_file_stop_the_start(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(SettingError, match=message):
         loaded(config(tmp_path, text))
+
+
+def test_a_former_setting_with_its_fixed_value_is_reported_and_ignored(tmp_path: Path) -> None:
+    text = "[gateway.inner]\ndepth_max = 8.0\nrate = '1/8'\nnames = ['a']\n[gateway.outer.inner]\nrate = 0.125\n"
+    common, settings = loaded(config(tmp_path, text))
+    assert settings.inner == Inner()
+    names = [note.split(" = ")[0].removeprefix("setting ") for note in common.notes]
+    assert names == [f"gateway.{name}" for name in ("inner.depth_max", "inner.rate", "inner.names", "outer.inner.rate")]
+    assert common.notes[0].endswith("depth_max = 8.0: is no setting any more, its value is fixed (8); remove it")
+    assert "names" not in {doc.name for doc in describe(Inner)}
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,8 @@ class Service(Generic[S]):
 
         logs.configure(self.name, common.logs, {*secrets_of(common, settings), *_environment_secrets(os.environ)})
         log = logs.get_logger(f"headrace_{self.name}")
+        for note in common.notes:
+            log.warning("setting_without_effect", detail=note)
         module, function = self.run.split(":")
         try:
             run = getattr(import_module(module), function)
@@ -146,7 +148,7 @@ class Service(Generic[S]):
         with contextlib.redirect_stdout(sys.stderr):  # log lines are no problems
             problems = asyncio.run(check.find_problems(self.name, common, settings, _function_of(self.check), bus=bus))
         notes = _function_of(self.notes) if not problems else None
-        sentences = problems or (notes(common, settings) if notes else [])
+        sentences = problems or [*common.notes, *(notes(common, settings) if notes else ())]
         sys.stdout.write("".join(f"{sentence}\n" for sentence in sentences))
         return 2 if problems else 0
 

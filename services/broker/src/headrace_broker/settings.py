@@ -8,6 +8,7 @@ from pydantic import Field
 
 from headrace_broker import INFO
 from headrace_runtime.settings.sections import Port, ServiceSettings
+from headrace_runtime.settings.table import Fixed
 
 KAFKA_HOST = "127.0.0.1"
 """Address for Kafka clients. The broker has no TLS and one copy of each record, so it serves this machine alone."""
@@ -17,8 +18,8 @@ class BrokerSettings(ServiceSettings):
     """Settings of the embedded broker, which is one process with one file under `data_dir/broker/`."""
 
     FIXED: ClassVar = {
-        "kafka_host": f"{KAFKA_HOST}; for several machines run Apache Kafka and set bus.address",
-        "transfer_timeout_s": "30 s",
+        "kafka_host": Fixed(KAFKA_HOST, "for several machines run Apache Kafka and set bus.address"),
+        "transfer_timeout_s": Fixed(30.0),
     }
 
     port: Port = INFO.port

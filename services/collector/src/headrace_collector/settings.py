@@ -8,6 +8,7 @@ from pydantic import Field
 
 from headrace_collector import INFO
 from headrace_runtime.settings.sections import Port, ServiceSettings
+from headrace_runtime.settings.table import Fixed
 
 
 class CollectorSettings(ServiceSettings):
@@ -15,9 +16,9 @@ class CollectorSettings(ServiceSettings):
 
     COMMON: ClassVar = ("idle_s",)
     FIXED: ClassVar = {
-        "completions_per_session_max": "800",
-        "end_wait_s": "900 s",
-        "tokens_per_session_max": "4 million",
+        "completions_per_session_max": Fixed(800),
+        "end_wait_s": Fixed(900.0),
+        "tokens_per_session_max": Fixed(4_000_000),
     }
 
     port: Port = INFO.port

@@ -10,6 +10,7 @@ from headrace_registry import INFO
 from headrace_registry.rollouts.settings import RolloutSettings
 from headrace_runtime.process.programs import VariableName
 from headrace_runtime.settings.sections import Port, Section, ServiceSettings
+from headrace_runtime.settings.table import Fixed
 
 Positive = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(gt=0, le=0.5)]
@@ -96,7 +97,7 @@ class RegistrySettings(ServiceSettings):
     """Settings of the registry."""
 
     SHARED: ClassVar = ("host", "lease_s", "retry_s")
-    FIXED: ClassVar = {"reconcile_s": "5 s"}
+    FIXED: ClassVar = {"reconcile_s": Fixed(5.0)}
 
     port: Port = INFO.port
     """Port of the REST interface; 0 lets the system choose."""

@@ -11,6 +11,7 @@ from pydantic import Field, SecretStr, model_validator
 from headrace_runtime.errors import SettingError
 from headrace_runtime.registries import NameIn, PluginError
 from headrace_runtime.settings.sections import Port, Section, ServiceSettings
+from headrace_runtime.settings.table import Fixed
 from headrace_schemas.values.base import ModelName
 from headrace_trainer import INFO
 from headrace_trainer.algorithms.presets import ALGORITHMS, OFFERED, Needs
@@ -172,7 +173,7 @@ class MemorySettings(Section):
     """Bounds on stored state, in memory and in each checkpoint."""
 
     TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
-    FIXED: ClassVar = {"outcomes": "4096"}
+    FIXED: ClassVar = {"outcomes": Fixed(4096)}
 
     queue_experiences: Annotated[int, Field(ge=1, le=16_384)] = 1024
     """Experiences that may wait for a batch; when it is full the bus is not read."""

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, JsonValue, SecretStr, TypeAdapter
 from pydantic.fields import FieldInfo
 
+from headrace_runtime.settings.table import parameters_of
+
 Tier = Literal["common", "tuning", "limits"]
 """Kind of a setting: `common` ones are set by most users, `tuning` affects quality or speed, `limits` are bounds."""
 _LIMIT = re.compile(r"(^|_)(max|min|timeout|retention|lease|ttl)(_|$)")
@@ -42,6 +44,8 @@ def describe(model: type[BaseModel], prefix: str = "", instance: BaseModel | Non
     """
     inner = []
     for name, field in model.model_fields.items():
+        if name in parameters_of(model):
+            continue
         value = getattr(instance, name) if instance is not None else _default(field)
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             inner.append((name, field.annotation, value if isinstance(value, BaseModel) else None))

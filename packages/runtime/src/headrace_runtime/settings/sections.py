@@ -36,7 +36,6 @@ from headrace_runtime import services
 from headrace_runtime.errors import SettingError
 from headrace_runtime.registries import PluginError
 from headrace_runtime.settings import table as settings_table
-from headrace_schemas.values.text import closest
 
 SERVICES = ("broker", "gateway", "inference", "collector", "scorer", "judge", "trainer", "registry", "console")
 """Names of Headrace's own services. A container image has only one of them, but its settings file has all sections."""
@@ -57,8 +56,11 @@ class Section(BaseModel):
     TIER: ClassVar[Literal["tuning", "limits"]] = "tuning"
     """Tier of the other settings, except those whose names denote limits (`headrace_runtime.settings.reference`)."""
 
-    FIXED: ClassVar[Mapping[str, str]] = {}
-    """Former settings, each with the value that is fixed now. The error for a file that sets one states this value."""
+    FIXED: ClassVar[Mapping[str, settings_table.Fixed]] = {}
+    """Former settings with the value that is fixed now. A file may set this value still, and no other one."""
+    PARAMETERS: ClassVar[tuple[str, ...]] = ()
+    """Fields that are no settings but constants: nobody has a reason to change them. Tests pass other values to the
+    constructor. A file may set one of them to its default, as in `FIXED`."""
     SHARED: ClassVar[tuple[str, ...]] = ()
     """Names of settings that the enclosing table has, too, and whose values there are the defaults here."""
 
@@ -286,6 +288,12 @@ class Common(Section):
     security: SecuritySettings = SecuritySettings()
     dead_letters: DeadLetterSettings = DeadLetterSettings()
     _table: Mapping[str, Any] = PrivateAttr(default_factory=dict)
+    _notes: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences about settings of the file that have no effect any more."""
+        return tuple(self._notes)
 
     def section_of(self, service: str, model: type[M]) -> M:
         """Return the fields of `model` from the section of another service, with defaults for missing ones.
@@ -295,7 +303,7 @@ class Common(Section):
         """
         table = _shared_values(model, self._table) | (self._table.get(service) or {})
         fields = {name: value for name, value in table.items() if name in model.model_fields}
-        return _validate(model, fields, f"{service}.")
+        return _validate(model, fields, f"{service}.", [])
 
 
 class ServiceSettings(Section):
@@ -327,16 +335,16 @@ def load(service: str, model: type[S], path: Path | None, environ: Mapping[str, 
     """
     environ = os.environ if environ is None else environ
     table = settings_table.read(path, environ)
-    names = (*Common.model_fields, *SERVICES, service)
-    elsewhere = _validate(Common, {k: v for k, v in table.items() if k == "services_elsewhere"}, "").services_elsewhere
+    notes: list[str] = []
+    common = _validate(Common, {k: v for k, v in table.items() if k in Common.model_fields}, "", notes)
+    names = (*Common.model_fields, *SERVICES, service, *common.services_elsewhere)
     for name, value in table.items():
-        if name not in names and name not in (all_names := (*names, *services.SERVICES.names(), *elsewhere)):
-            raise SettingError(name, value, f"unknown{_hint(name, all_names)}")
-    common = _validate(Common, {k: v for k, v in table.items() if k in Common.model_fields}, "")
-    common._table = table
+        if name not in names and name not in (all_names := (*names, *services.SERVICES.names())):
+            raise SettingError(name, value, f"unknown{settings_table.hint(name, all_names)}")
+    common._table, common._notes = table, notes
     section = table.get(service, {})
     section = {**_shared_values(model, table), **section} if isinstance(section, Mapping) else section
-    settings = _validate(complete(model), section, f"{service}.")
+    settings = _validate(complete(model), section, f"{service}.", notes)
     _check_bind(service, settings, common)
     return common, settings
 
@@ -357,7 +365,9 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _validate(model: type[M], table: object, prefix: str) -> M:
+def _validate(model: type[M], table: object, prefix: str, notes: list[str]) -> M:
+    """Return the section of a table. Append to `notes` a sentence about each setting that has no effect any more."""
+    table = settings_table.without_fixed(model, table, prefix, notes)
     settings_table.check_numbers(model, table, prefix)
     try:
         return model.model_validate(table)
@@ -370,27 +380,9 @@ def _validate(model: type[M], table: object, prefix: str) -> M:
         if first["type"] == "string_type" and isinstance(first["input"], int | float):
             remedy += "; put it in quotes"
         if first["type"] == "extra_forbidden":
-            section = _section_at(model, path[:-1])
-            remedy = f"unknown{_hint(path[-1], list(section.model_fields) if section else [])}"
-            if fixed := getattr(section, "FIXED", {}).get(path[-1]):
-                remedy = f"is no setting any more, its value is fixed ({fixed}); remove it"
+            section = settings_table.section_at(model, path[:-1])
+            remedy = f"unknown{settings_table.hint(path[-1], list(section.model_fields) if section else [])}"
         raise SettingError(prefix + ".".join(path), first["input"], remedy) from None
-
-
-def _section_at(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
-    """Return the class of the section at `path`, or None if there is none."""
-    for part in path:
-        inner = getattr(model.model_fields.get(part), "annotation", None)
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
-            return None
-        model = inner
-    return model
-
-
-def _hint(name: str, valid_names: tuple[str, ...] | list[str]) -> str:
-    if similar := closest(name, valid_names):
-        return f"; did you mean {similar!r}?"
-    return f"; known here: {', '.join(sorted(set(valid_names)))}" if valid_names else ""
 
 
 def _check_bind(service: str, settings: ServiceSettings, common: Common) -> None:

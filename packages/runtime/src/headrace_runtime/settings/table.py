@@ -12,6 +12,7 @@ import math
 import stat
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -19,7 +20,7 @@ from pydantic import BaseModel
 
 from headrace_runtime.errors import SettingError
 from headrace_schemas.values.errors import is_secret
-from headrace_schemas.values.text import decode_text, is_storable
+from headrace_schemas.values.text import closest, decode_text, is_storable
 
 _INTEGER_MAX = 2**63 - 1
 _FILE_BYTES_MAX = 8 << 20
@@ -138,6 +139,76 @@ def check_numbers(model: type[BaseModel], table: object, prefix: str) -> None:
             if isinstance(section, type) and issubclass(section, BaseModel):
                 for item in value if isinstance(value, list) else (value,):
                     check_numbers(section, item, f"{prefix}{name}.")
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Value that a former setting always has now, and what a user can do who needs another one."""
+
+    value: object
+    remedy: str = "remove it"
+
+    def matches(self, value: object) -> bool:
+        """Return whether a settings file sets the fixed value."""
+        fixed = list(self.value) if isinstance(self.value, tuple) else self.value
+        if isinstance(fixed, BaseModel) and isinstance(value, Mapping):
+            return all(getattr(fixed, name, None) == item for name, item in value.items())
+        return value == fixed or (not isinstance(value, bool | int | float) and str(value) == str(fixed))
+
+
+def parameters_of(model: type[BaseModel]) -> tuple[str, ...]:
+    """Return the fields of a section that are no settings."""
+    return getattr(model, "PARAMETERS", ())
+
+
+def without_fixed(model: type[BaseModel], table: object, prefix: str, notes: list[str]) -> Any:
+    """Return a table without the former settings of its sections that have their fixed value.
+
+    Append a sentence about each of them to `notes`.
+
+    Raises:
+        SettingError: a former setting has another value.
+    """
+    if not isinstance(table, Mapping):
+        return table
+    former: dict[str, Fixed] = {name: Fixed(model.model_fields[name].default) for name in parameters_of(model)}
+    former |= getattr(model, "FIXED", {})
+    settings: dict[str, Any] = {}
+    for name, value in table.items():
+        if fixed := former.get(name):
+            sentence = f"is no setting any more, its value is fixed ({fixed.value})"
+            if not fixed.matches(value):
+                raise SettingError(prefix + name, value, f"{sentence}; {fixed.remedy}")
+            notes.append(str(SettingError(prefix + name, value, f"{sentence}; remove it")))
+            continue
+        field = model.model_fields.get(name)
+        settings[name] = value
+        for section in plain_types(field.annotation) if field else ():
+            if isinstance(section, type) and issubclass(section, BaseModel):
+                path = f"{prefix}{name}."
+                settings[name] = (
+                    [without_fixed(section, item, path, notes) for item in value]
+                    if isinstance(value, list)
+                    else without_fixed(section, value, path, notes)
+                )
+    return settings
+
+
+def section_at(model: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
+    """Return the section at `path`, or None if there is none."""
+    for part in path:
+        inner = getattr(model.model_fields.get(part), "annotation", None)
+        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+            return None
+        model = inner
+    return model
+
+
+def hint(name: str, valid_names: tuple[str, ...] | list[str]) -> str:
+    """Return the end of a sentence about an unknown name: the most similar valid name, or all of them."""
+    if similar := closest(name, valid_names):
+        return f"; did you mean {similar!r}?"
+    return f"; known here: {', '.join(sorted(set(valid_names)))}" if valid_names else ""
 
 
 def plain_types(annotation: object) -> set[Any]:

@@ -11,6 +11,7 @@ from pydantic import Field, SecretStr, model_validator
 from headrace_registry.rollouts.plan import RolloutPlan, RolloutStage
 from headrace_runtime.process.programs import VariableName
 from headrace_runtime.settings.sections import Section
+from headrace_runtime.settings.table import Fixed
 from headrace_schemas.values.base import Model, Share
 
 Label = Annotated[str, Field(min_length=1, max_length=128)]
@@ -46,7 +47,7 @@ class ShadowSettings(Section):
     `rollout.shadow_units` to use it."""
 
     TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
-    FIXED: ClassVar = {"steps_max": "8"}
+    FIXED: ClassVar = {"steps_max": Fixed(8)}
 
     tenants: tuple[ShadowTenant, ...] = ()
     """Tenants that have agreed. Prompts of other tenants are neither stored nor answered."""
@@ -102,7 +103,7 @@ class RolloutSettings(RolloutPlan):
     """Rules for trying a version on live traffic after it has passed the gate: see `docs/rollouts.md`."""
 
     COMMON: ClassVar = ("kind",)
-    FIXED: ClassVar = {"read_s": "0.5 s"}
+    FIXED: ClassVar = {"read_s": Fixed(0.5)}
 
     kind: Kind = "rolling"
     """`rolling`: a version that passed the gate serves all traffic. `canary`: it gets a growing share of the traffic

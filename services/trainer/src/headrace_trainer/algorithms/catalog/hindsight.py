@@ -53,6 +53,7 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from headrace_runtime.settings.sections import Section
+from headrace_runtime.settings.table import Fixed
 from headrace_trainer.algorithms.estimators import estimator, reward_as_advantage
 from headrace_trainer.algorithms.presets import REPLIES, Algorithm, Needs
 
@@ -152,7 +153,7 @@ class HindsightSettings(Section):
     `[trainer.advantage.hindsight]`.
     """
 
-    FIXED: ClassVar = {"guard_answers": "64", "runs_min": "4"}
+    FIXED: ClassVar = {"guard_answers": Fixed(64), "runs_min": Fixed(4)}
 
     contradicted_max: float = 0.25
     """A turn whose reward is at most this was contradicted, if a message of the user follows."""
