@@ -47,7 +47,6 @@ _CERTAIN = 1.0 - 1e-9
 LETTERS = (_live_stack.YES, _live_stack.NO)
 SETTINGS: dict[str, object] = {
     "inference.torch.device": "cpu",
-    "inference.heartbeat_s": 0.25,
     "inference.ttl_s": 20,
     "registry.poll_s": 0.2,
 }

@@ -283,7 +283,6 @@ def settings_of_machine_a(base: Path, rewards: Path, judge_url: str) -> dict[str
     Machine B uses the settings of the services that it runs.
     """
     return {
-        "inference.heartbeat_s": 0.5,
         "inference.ttl_s": 3,
         "inference.torch.device": "cpu",
         "collector.idle_s": 30,

@@ -197,7 +197,6 @@ def _stack(folder: Path, base: Path) -> HeadraceUp:
         "scorer.reward_wait_s": 1.0,
         "collector.idle_s": 600.0,
         "gateway.sticky.idle_s": _STICKY_S,
-        "inference.heartbeat_s": 0.5,
     }
     config = folder / "headrace.toml"
     config.write_text("", encoding="utf-8")

@@ -35,7 +35,6 @@ BATCH = 4
 _SHOWN_URL = "http://127.0.0.1:8000"
 _SMALL = {
     "inference.torch.device": "cpu",
-    "inference.heartbeat_s": 0.5,
     "trainer.batch_experiences": BATCH,
     "trainer.batch_experiences_min": BATCH,
     "trainer.steps_per_version": 1,

@@ -27,7 +27,6 @@ from tests.support.processes import wait_until
 
 SMALL: dict[str, object] = {
     "inference.torch.device": "cpu",
-    "inference.heartbeat_s": 0.5,
     "trainer.compute.device": "cpu",
     "trainer.native.tokens": 256,
 }

@@ -52,9 +52,9 @@ def address() -> Iterator[str]:
 
 
 def gate(address: str, folder: Path) -> Gate:
-    workers = GateRaySettings(workers=2, address=address, environment=("NAMED_VARIABLE",))
+    workers = GateRaySettings(workers=2, address=address)
     command = ("{python}", "-S", "-c", PROGRAM, str(folder))
-    return Gate(GateSettings(command=command, silence_s=280.0, ray=workers))
+    return Gate(GateSettings(command=command, silence_s=280.0, environment=("NAMED_VARIABLE",), ray=workers))
 
 
 def programs(folder: Path) -> dict[int, int]:

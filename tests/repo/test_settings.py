@@ -31,7 +31,7 @@ from headrace_operations.settings_reference import Described, as_json_schema, as
 from headrace_operations.supervisor.plan import installed
 from headrace_registry.gate.gate import Gate
 from headrace_registry.rollouts.settings import ShadowSettings
-from headrace_registry.settings import GateRaySettings, GateSettings
+from headrace_registry.settings import GateSettings
 from headrace_registry.shadow.gateway_client import ToolProgram
 from headrace_runtime.process.programs import INHERITED, program_environment
 from headrace_runtime.settings.reference import describe
@@ -197,13 +197,6 @@ async def _start_gate(folder: Path, out: Path) -> None:
         pass
 
 
-async def _start_copy_of_gate(folder: Path, out: Path) -> None:
-    """Start the gate program as an actor on a Ray worker does: without workers, and with names of passed variables."""
-    command = (sys.executable, str(_program(folder, out, NAMED)))
-    async with Gate(GateSettings(command=command, ray=GateRaySettings(environment=(PASSED,)))).session():
-        pass
-
-
 async def _read_tasks_of_gate(folder: Path, out: Path) -> None:
     command = [sys.executable, str(_program(folder, out, NAMED))]
     list_gate_tasks(command, "http://g/v1", program_environment((PASSED,)))
@@ -256,7 +249,7 @@ async def _build_demo_base(folder: Path, out: Path) -> None:
 
 
 KINDS: tuple[Start, ...] = (
-    _start_gate, _start_copy_of_gate, _read_tasks_of_gate, _start_tools, _start_reward_function, _start_trinity,
+    _start_gate, _read_tasks_of_gate, _start_tools, _start_reward_function, _start_trinity,
     _start_demo_checks, _build_demo_base,
 )  # fmt: skip
 

@@ -224,7 +224,7 @@ class ReplicaProcess(LoggedProcess):
     def __init__(self, data_dir: Path, bus: str, **settings: object) -> None:
         super().__init__("inference", "headrace_inference", data_dir / "inference.log", free_port())
         self.replica_id = f"127.0.0.1:{self.port}"
-        quick = {"INFERENCE__HEARTBEAT_S": 0.3, "INFERENCE__TTL_S": 3, "INFERENCE__DRAIN_S": 0.2}
+        quick = {"INFERENCE__TTL_S": 3}
         place = {"DATA_DIR": data_dir, "BUS__ADDRESS": bus, "INFERENCE__PORT": self.port}
         self.set({**place, "INFERENCE__TORCH__DEVICE": "cpu", **quick, **settings})
 

@@ -53,6 +53,13 @@ class LimitSettings(Section):
     """Largest request body."""
 
 
+class TotalLimitSettings(LimitSettings):
+    """Limits of all callers together. The size of a body is limited for each key."""
+
+    FIXED: ClassVar = {"body_bytes_max": Fixed(8_388_608, "set gateway.limits_per_key.body_bytes_max")}
+    PARAMETERS: ClassVar = ("body_bytes_max",)
+
+
 class KeySettings(Section):
     """One API key. Only its digest is kept: `printf %s "$KEY" | sha256sum`."""
 
@@ -79,9 +86,11 @@ class CaptureSettings(Section):
     """
 
     FIXED: ClassVar = {"spool_tenant_share": Fixed(0.5)}
+    PARAMETERS: ClassVar = ("bus_wait_s",)
 
     bus_wait_s: Positive = 2.0
-    """How long the bus may take to acknowledge before the event goes to the spool instead."""
+    """How long the bus may take to acknowledge before the event goes to the spool instead: longer than an ordinary
+    pause of a broker, and short enough for a client that waits for the end of its answer."""
     spool_dir: str = ""
     """Folder of the spool, one gateway process each; empty for `gateway/spool` under `data_dir`."""
     spool_bytes_max: Annotated[int, Field(ge=1024)] = 1_073_741_824
@@ -102,17 +111,21 @@ class CaptureSettings(Section):
 class UpstreamSettings(Section):
     """How replicas are called, and how long failures of replicas are hidden from clients."""
 
+    PARAMETERS: ClassVar = ("probe_timeout_s", "routing_wait_s", "stall_timeout_s")
+
     hold_s: Positive = 60.0
     """How long a request waits for a replica that can serve it, retries included, before it fails."""
     routing_wait_s: Positive = 10.0
-    """How long a request waits for the first routing table after the start."""
+    """How long a request waits for the first routing table after the start, which the gateway reads from the bus within
+    a second or two."""
     request_timeout_s: Positive = 600.0
     """How long one request may take altogether."""
     probe_timeout_s: Positive = 2.0
     """How long a check of a silent replica's health may take. After two failed checks the replica hangs, and its calls
-    move to another one."""
+    move to another one. A replica answers within milliseconds, because no step blocks its event loop."""
     stall_timeout_s: Positive = 60.0
-    """How long a replica that has begun to answer may be silent before its work is moved to another."""
+    """How long a replica that has begun to answer may be silent before its work is moved to another: many times the
+    step of a large model on a CPU."""
 
 
 class StickySettings(Section):
@@ -135,7 +148,7 @@ class GatewaySettings(ServiceSettings):
     """API keys. Without any, everything is open, tenant `default`, and only loopback may be listened on."""
     keys_file: str = ""
     """A TOML file with more `[[keys]]`, so that keys can be kept apart from the other settings."""
-    limits_total: LimitSettings = LimitSettings(
+    limits_total: TotalLimitSettings = TotalLimitSettings(
         requests_per_s=2000.0, burst=4000, concurrency=4096, tokens_per_s=2_000_000.0, tokens_burst=200_000_000
     )
     """Limits of all callers together. A call takes two file descriptors: fewer mean less concurrency."""

@@ -34,7 +34,6 @@ _CALL_S = 30.0
 _PAUSE_S = 0.25
 _WAVES = (("gateway", "inference"), ("gateway-2", "inference-2", "collector", "scorer", "judge", "trainer", "registry"))
 _REPLICA: dict[str, object] = {
-    "inference.heartbeat_s": 0.5,
     "inference.ttl_s": 3,
     "inference.torch.device": "cpu",
 }

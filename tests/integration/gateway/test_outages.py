@@ -88,11 +88,11 @@ async def drained(running_circle: Circle, expected: int) -> list[Turn]:
 
 @pytest.mark.long
 async def test_the_bus_dies_under_load_and_comes_back(tmp_path: Path, mortal_bus: BrokerProcess) -> None:
-    async with circle(tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__CAPTURE__BUS_WAIT_S=0.3) as running_circle:
+    async with circle(tmp_path, mortal_bus.address, FakeReplica()) as running_circle:
         agents = Agents(running_circle)
-        await agents.during((0.5, mortal_bus.kill), (1.2, mortal_bus.start), (0.8, None))
+        await agents.during((0.5, mortal_bus.kill), (4.0, mortal_bus.start), (0.8, None))  # longer than it waits
         assert agents.failures == []
-        assert agents.slowest_s < 5
+        assert agents.slowest_s < 7
         turns = await drained(running_circle, sum(map(len, agents.feedback_of.values())))
         assert first_appearances(turns) == agents.feedback_of, "nothing lost, each session in its order"
         assert '"event": "spool_drained"' in running_circle.gateway.log, "the outage was long enough to mean something"
@@ -102,9 +102,9 @@ async def test_the_bus_dies_under_load_and_comes_back(tmp_path: Path, mortal_bus
 async def test_the_gateway_is_killed_with_a_full_spool_while_the_bus_is_away(
     tmp_path: Path, mortal_bus: BrokerProcess
 ) -> None:
-    async with circle(tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__CAPTURE__BUS_WAIT_S=0.1) as running_circle:
+    async with circle(tmp_path, mortal_bus.address, FakeReplica()) as running_circle:
         agents = Agents(running_circle)
-        await agents.during((0.3, mortal_bus.kill), (0.7, None))
+        await agents.during((0.3, mortal_bus.kill), (4.0, None))
         assert agents.failures == []
         await asyncio.to_thread(running_circle.gateway.kill)
         await asyncio.to_thread(mortal_bus.start)
@@ -118,13 +118,11 @@ async def test_the_gateway_is_killed_with_a_full_spool_while_the_bus_is_away(
 async def test_started_without_a_bus_it_takes_feedback_and_tells_agents_when_to_come_back(
     tmp_path: Path, mortal_bus: BrokerProcess
 ) -> None:
-    async with circle(
-        tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__UPSTREAM__ROUTING_WAIT_S=0.2
-    ) as running_circle:
+    async with circle(tmp_path, mortal_bus.address, FakeReplica()) as running_circle:
         await asyncio.to_thread(running_circle.gateway.stop)
         await asyncio.to_thread(mortal_bus.kill)
         await asyncio.to_thread(running_circle.gateway.start)
-        async with httpx2.AsyncClient(base_url=running_circle.gateway.url) as client:
+        async with httpx2.AsyncClient(base_url=running_circle.gateway.url, timeout=60) as client:
             body = {"model": running_circle.model, "messages": [{"role": "user", "content": "x"}]}
             refused = await client.post("/v1/chat/completions", json=body)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
@@ -204,7 +202,7 @@ async def _get(url: str) -> httpx2.Response:
 async def test_a_gateway_that_starts_while_the_bus_is_away_serves_what_it_knew(
     tmp_path: Path, mortal_bus: BrokerProcess
 ) -> None:
-    async with circle(tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__CAPTURE__BUS_WAIT_S=0.3) as running_circle:
+    async with circle(tmp_path, mortal_bus.address, FakeReplica()) as running_circle:
         agents = Agents(running_circle)
         await agents.during((3.0, None))  # the file follows the topics with a delay
         await asyncio.to_thread(running_circle.gateway.kill)

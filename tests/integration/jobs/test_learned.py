@@ -193,7 +193,7 @@ def test_a_program_teaches_what_demonstrations_have_made(tmp_path: Path, monkeyp
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "recipe.toml").write_text(
         f'lineage = "staged"\nbase = {json.dumps(str(base))}\n'
-        '[settings]\ninference.torch.device = "cpu"\ninference.heartbeat_s = 0.5\n'
+        '[settings]\ninference.torch.device = "cpu"\n'
         '[settings.trainer]\nmodel = "m"\nbatch_experiences = 8\ncompute.device = "cpu"\n'
         '[[stages]]\nalgorithm = "sft"\nsources = ["rows.jsonl"]\n'
         '[[stages]]\nalgorithm = "grpo"\nplay = ["{python}", "agent.py"]\nsteps = 2\nenvironment = ["NAMED"]\n'

@@ -165,12 +165,6 @@ def test_a_burst_is_all_that_a_pause_can_save_up() -> None:
     assert begun(meter, 20) == 5
 
 
-@pytest.mark.parametrize(("tenant_limit", "total"), [(2048, 4096), (4096, 2048), (2048, 2048)])
-def test_the_smaller_body_limit_counts(tenant_limit: int, total: int) -> None:
-    limits = RequestLimits(LimitSettings(body_bytes_max=total), ManualClock())
-    assert limits.body_bytes_max(caller(body_bytes_max=tenant_limit)) == 2048
-
-
 def test_concurrency_is_counted_by_key_and_in_total_and_a_refused_request_is_charged_to_nobody() -> None:
     limits = RequestLimits(LimitSettings(concurrency=2, burst=4, requests_per_s=0.001), ManualClock())
     first, second = caller("one", concurrency=1), caller("two", concurrency=2)

@@ -27,7 +27,7 @@ from headrace_gateway.capture.turn_events import capture
 from headrace_gateway.requests import chat_request
 from headrace_gateway.requests.chat_request import ChatRequest, parse_chat
 from headrace_gateway.requests.feedback_request import FeedbackRequest, TrinityCommit, TrinityFeedback
-from headrace_gateway.settings import KeySettings, LimitSettings
+from headrace_gateway.settings import KeySettings, LimitSettings, TotalLimitSettings
 from headrace_schemas import Feedback, Trajectory, Turn
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import gateway, strict, until
@@ -167,6 +167,7 @@ async def test_beyond_its_rate_a_key_is_told_to_wait_and_others_are_not(tmp_path
 
 
 WIDE = LimitSettings(requests_per_s=1e6, burst=1_000_000)
+WIDE_TOTAL = TotalLimitSettings(requests_per_s=1e6, burst=1_000_000)
 MODELS: dict[str, type[BaseModel]] = {
     "/v1/feedback": FeedbackRequest,
     "/feedback": TrinityFeedback,
@@ -210,7 +211,7 @@ async def test_no_value_of_another_type_fails_the_gateway(
     replica = FakeReplica(grammars=("response_format", "tool_choice"))
     names = (*MODELS[route].model_fields, *OTHER_NAMES.get(route, ()))
     statuses: Counter[int] = Counter()
-    async with replica.running(), gateway(tmp_path, replica, limits_per_key=WIDE, limits_total=WIDE) as served:
+    async with replica.running(), gateway(tmp_path, replica, limits_per_key=WIDE, limits_total=WIDE_TOTAL) as served:
         await until(lambda: served.publisher.connected)
         for changed in kinds_everywhere(body, names, kinds_per_place):
             answer = await served.client.post(route, json=changed)

@@ -26,8 +26,8 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from headrace_gateway import http as gateway_http
-from headrace_gateway.app import serve_trinity_port
-from headrace_gateway.settings import GatewaySettings, LimitSettings
+from headrace_gateway.app import trinity_door
+from headrace_gateway.settings import GatewaySettings, LimitSettings, TotalLimitSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import (
     DeadLetter,
@@ -54,6 +54,7 @@ from tests.unit.collector.conftest import collector, pass_time
 from tests.unit.scorer.conftest import half, scorer
 
 WIDE = LimitSettings(requests_per_s=1e6, burst=1_000_000)
+WIDE_TOTAL = TotalLimitSettings(requests_per_s=1e6, burst=1_000_000)
 KINDS: tuple[type[Event], ...] = (Turn, Feedback, SessionEnd, Trajectory)
 EXPECTED = {200, 202, 400, 403, 404, 413, 422}
 
@@ -139,7 +140,7 @@ async def test_no_request_fails_the_gateway_and_what_it_accepts_becomes_events_t
     codes: Counter[tuple[str, int]] = Counter()
     async with (
         replica.running(),
-        gateway(tmp_path, replica, limits_per_key=WIDE, limits_total=WIDE) as served,
+        gateway(tmp_path, replica, limits_per_key=WIDE, limits_total=WIDE_TOTAL) as served,
     ):
         await ready(served)
         for route, body in itertools.islice(requests(chance), 700):

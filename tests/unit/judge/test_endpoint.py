@@ -54,11 +54,6 @@ async def test_an_answer_with_its_tokens(llm: FakeLLM) -> None:
     assert llm.calls[0].body == {"model": "m", "messages": MESSAGES, "temperature": 0.0, "max_tokens": 1024}
 
 
-async def test_json_mode_is_asked_for_when_wanted(llm: FakeLLM) -> None:
-    await complete(llm, json_mode=True)
-    assert llm.calls[0].body["response_format"] == {"type": "json_object"}
-
-
 async def test_fields_can_be_left_out_and_added(llm: FakeLLM) -> None:
     await complete(llm, omit=["temperature", "max_tokens"], extra={"max_completion_tokens": 9})
     assert llm.calls[0].body == {"model": "m", "messages": MESSAGES, "max_completion_tokens": 9}

@@ -240,7 +240,8 @@ def test_without_an_endpoint_the_judge_does_not_start() -> None:
         ({"HEADRACE_JUDGE__SAMPLES": "3"}, r"judge\.samples = 3: .*raise the temperature"),
         ({"HEADRACE_JUDGE__ENDPOINT__CONCURENCY": "3"}, r"unknown; did you mean 'concurrency'"),
         ({"HEADRACE_JUDGE__ENDPOINT__EXTRA": "{n = 2, stream = true}"}, r"n, stream cannot be set here"),
-        ({"HEADRACE_JUDGE__PAIRS__WINDOW_S": "1.0"}, r"judge\.pairs\.window_s = 1.0: is shorter than wait_s"),
+        ({"HEADRACE_JUDGE__PAIRS__WINDOW_S": "1.0"}, r"judge\.pairs\.window_s = 1.0: is no setting any more"),
+        ({"HEADRACE_JUDGE__ENDPOINT__JSON_MODE": "true"}, r"value is fixed \(False\); set judge.endpoint.extra"),
         (
             {"HEADRACE_JUDGE__ENDPOINT__API_KEY": "k", "HEADRACE_JUDGE__ENDPOINT__API_KEY_ENV": "K"},
             r"judge\.endpoint\.api_key_env = 'K': api_key is set as well",

@@ -152,7 +152,7 @@ def test_the_rest_stays_as_it_is(text: str) -> None:
         ("gateway.port", False),
         ("judge.max_tokens", False),
         ("gateway.keys", False),
-        ("trainer.memory.queue_tokens", False),
+        ("trainer.memory.sequence_tokens", False),
         ("judge.endpoint.api_key_env", False),
     ],
 )

@@ -95,9 +95,7 @@ def test_it_comes_back_as_it_was_and_order_makes_no_difference() -> None:
 
 
 def test_it_is_silent_with_few_thumbs_and_where_thumbs_say_nothing() -> None:
-    assert "10 thumbs; scorer.learned.thumbs_min requires 20" in str(
-        fit(separable_runs(10, "a"), [], DEMANDS).fit_facts.silent
-    )
+    assert "10 thumbs; at least 20 are required" in str(fit(separable_runs(10, "a"), [], DEMANDS).fit_facts.silent)
     chance = random.Random(0)
     noise = [
         replace(thumbed_run, thumbs=(Thumb("a", float(chance.random() < 0.5)),))

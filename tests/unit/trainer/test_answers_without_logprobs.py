@@ -80,7 +80,7 @@ def judged(version: str) -> list[Experience]:
 async def test_each_algorithm_trains_them_unless_it_needs_logprobs(
     tmp_path: Path, make: Make, algorithm: str, reason: NoLogprobs
 ) -> None:
-    world, settings = World(tmp_path), make(algorithm=algorithm, pair_wait_s=5, batch_wait_s=5)
+    world, settings = World(tmp_path), make(algorithm=algorithm, group_wait_s=5, batch_wait_s=5)
     await world.run(settings)
     world.bus.produce(*(unsampled(event, reason) for event in judged(world.bus.checkpoints[0].version)))
     await world.run(settings, wait_s=6)

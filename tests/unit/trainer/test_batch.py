@@ -222,7 +222,7 @@ def test_a_small_batch_needs_no_second_setting(tmp_path: Path) -> None:
 
 
 def test_an_answer_whose_other_one_never_came_is_dropped(make: Make) -> None:
-    cutter = Cutter(make(algorithm="dpo", pair_wait_s=10.0))
+    cutter = Cutter(make(algorithm="dpo", group_wait_s=10.0))
     state = LineageState(chain(0), replace(LIMITS, signals=Signals(preferences=True, paired=True)), MemorySettings())
     state.admit(with_signals(1, name(0), preferences=(side("p", "chosen", turn(1)),)), (0, 0), START)
     assert cutter.next_batch(state, START + timedelta(seconds=9)) == ()
@@ -266,7 +266,7 @@ def test_what_an_experience_lacks_is_computed_once_while_nothing_changes(
 ) -> None:
     """With edits, each computation tokenizes them: 1,000 waiting ones would be tokenized at each record."""
     limits = replace(LIMITS, signals=Signals(rewards=False, preferences=True, paired=True))
-    cutter = Cutter(make(algorithm="dpo", batch_experiences=2, pair_wait_s=5000.0))
+    cutter = Cutter(make(algorithm="dpo", batch_experiences=2, group_wait_s=5000.0))
     state = LineageState(chain(0), limits, MemorySettings())
     computed: list[str] = []
     examples = type(limits).examples

@@ -52,7 +52,7 @@ def read(tmp_path: Path, text: str) -> TrainerSettings:
         ("memory.queue_experiences = 10", r"queue_experiences = 10: a batch needs 64"),
         (
             "memory.queue_tokens = 10\nmemory.sequence_tokens = 11",
-            r"queue_tokens = 10: is less than memory\.sequence_tokens",
+            r"memory\.sequence_tokens = 11: at most 10 tokens wait",
         ),
         ("advantage.kind = 'gae'", r"trainer\.advantage\.kind = 'gae'"),
         ("loss.clip_hgih = 0.3", r"trainer\.loss\.clip_hgih = 0\.3: unknown; did you mean 'clip_high'\?"),

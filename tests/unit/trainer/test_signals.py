@@ -41,7 +41,7 @@ def compared(version: str) -> list[Experience]:
 async def test_answers_meet_across_experiences_and_the_rest_says_why_not(
     tmp_path: Path, make: Make, how: dict[str, Any]
 ) -> None:
-    world, settings = World(tmp_path), make(algorithm="dpo", pair_wait_s=5, batch_wait_s=5, **how)
+    world, settings = World(tmp_path), make(algorithm="dpo", group_wait_s=5, batch_wait_s=5, **how)
     await world.run(settings)
     world.bus.produce(*compared(world.bus.checkpoints[0].version))
     await world.run(settings, wait_s=6)
@@ -53,7 +53,7 @@ async def test_answers_meet_across_experiences_and_the_rest_says_why_not(
 
 
 async def test_a_restart_between_two_answers_loses_neither(tmp_path: Path, make: Make) -> None:
-    world, settings = World(tmp_path), make(algorithm="dpo", pair_wait_s=1e6)
+    world, settings = World(tmp_path), make(algorithm="dpo", group_wait_s=1e6)
     await world.run(settings)
     events = compared(world.bus.checkpoints[0].version)
     for event in events[:4] + events[5:6]:
@@ -299,7 +299,7 @@ def story(world: World, version: str) -> None:
     ],
 )
 async def test_a_death_at_any_point_changes_nothing(tmp_path: Path, make: Make, algorithm: str, stride: int) -> None:
-    settings = make(algorithm=algorithm, memory={"restore_points": 3}, pair_wait_s=1e6, batch_experiences=2)
+    settings = make(algorithm=algorithm, memory={"restore_points": 3}, group_wait_s=1e6, batch_experiences=2)
     told_story = plain_story if algorithm == "ppo" else story
     expected, world, points = await tell(tmp_path / "calm", settings, told_story)
     assert expected["steps"] >= 2

@@ -217,7 +217,7 @@ class RequestLimits:
         return self._total.in_progress
 
     def body_bytes_max(self, caller: Caller) -> int:
-        return min(caller.limits.body_bytes_max, self._total_settings.body_bytes_max)
+        return caller.limits.body_bytes_max
 
     def _meters_of(self, caller: Caller) -> list[tuple[str, Meter]]:
         """Return the meters that a request of the caller is charged to, with their names for messages: the key, the

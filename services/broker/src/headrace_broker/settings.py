@@ -21,6 +21,7 @@ class BrokerSettings(ServiceSettings):
         "kafka_host": Fixed(KAFKA_HOST, "for several machines run Apache Kafka and set bus.address"),
         "transfer_timeout_s": Fixed(30.0),
     }
+    PARAMETERS: ClassVar = ("file_bytes_max",)
 
     port: Port = INFO.port
     """HTTP port for health and metrics. Kafka clients use `kafka_port`."""
@@ -32,4 +33,5 @@ class BrokerSettings(ServiceSettings):
     maintenance_interval_s: Annotated[float, Field(gt=0)] = 30.0
     """Time between two rounds of retention and compaction."""
     file_bytes_max: Annotated[int, Field(ge=0)] = 0
-    """Size of the file at which further records are refused; 0 for no limit except the disk."""
+    """Size of the file at which further records are refused; 0 for no limit except `disk_free_bytes_min`, which bounds
+    all files of the disk together."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
 from headrace_inference import INFO
 from headrace_inference.chat.parsers import REASONING_PARSERS, TOOL_PARSERS
 from headrace_inference.engine import ENGINES, EngineKind
 from headrace_runtime.registries import NameIn
 from headrace_runtime.settings.sections import Port, Section, ServiceSettings
+from headrace_runtime.settings.table import Fixed
 
 if TYPE_CHECKING:
     from headrace_inference.engine import Engine
@@ -18,13 +19,19 @@ if TYPE_CHECKING:
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+HEARTBEAT_S = 2.0
+"""Longest time between two heartbeats. Changes are announced at once, so a heartbeat only tells that the replica
+lives."""
+_HEARTBEATS_PER_TTL = 5
+"""Heartbeats in `ttl_s`: four may be late or lost before the replica counts as dead."""
 
 
 class TorchSettings(Section):
     """The `torch` engine: transformers models on a CPU or a GPU."""
 
     COMMON: ClassVar = ("device",)
-    SHARED: ClassVar = ("dtype", "sequences_max", "waiting_max", "context_tokens_max")
+    SHARED: ClassVar = ("dtype", "sequences_max", "waiting_max", "context_tokens_max", "probe_tolerance")
+    PARAMETERS: ClassVar = ("trace",)
 
     device: str = "auto"
     """`auto` (a GPU when there is one), or a torch device such as `cpu` or `cuda:1`."""
@@ -33,8 +40,8 @@ class TorchSettings(Section):
     threads: Annotated[int, Field(ge=0)] = 0
     """CPU threads per operator; 0 uses one on machines with up to four cores, else half the cores."""
     trace: bool = True
-    """Whether to record the forward pass once per architecture and replay it without Python. `false` runs the model's
-    own code."""
+    """Whether to record the forward pass once per architecture and replay it without Python. A recording that differs
+    from the model's own code is not used, so nobody has to turn it off."""
     sequences_max: Annotated[int, Field(ge=1, le=1024)] = 64
     """Sequences of one version that decode together."""
     waiting_max: Annotated[int, Field(ge=0)] = 256
@@ -49,8 +56,7 @@ class TorchSettings(Section):
     prefix_mib_max: Annotated[int, Field(ge=0)] = 256
     """Memory for the KV of one version's finished sequences, which prompts that extend them reuse; 0 stores none."""
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
-    """Largest accepted difference between the engine's logprobs and a manifest's fingerprint, in nats. None: 0.001 in
-    float32; in types of 16 bits the mean difference may be 0.02 times the square root of the number of layers."""
+    """See `inference.probe_tolerance`."""
 
 
 def _torch(settings: TorchSettings) -> Engine:
@@ -64,10 +70,12 @@ TORCH = EngineKind(_torch, TorchSettings)
 
 
 class InferenceSettings(ServiceSettings):
-    """Settings of one replica. The section of an engine may set `dtype`, `sequences_max`, `waiting_max` and
-    `context_tokens_max` to other values."""
+    """Settings of one replica. The section of an engine may set `dtype`, `sequences_max`, `waiting_max`,
+    `context_tokens_max` and `probe_tolerance` to other values."""
 
     COMMON: ClassVar = ("dtype",)
+    FIXED: ClassVar = {"heartbeat_s": Fixed(HEARTBEAT_S, "set inference.ttl_s, whose fifth is the longest interval")}
+    PARAMETERS: ClassVar = ("drain_s",)
 
     port: Port = INFO.port
     """Port of the OpenAI-compatible HTTP interface."""
@@ -87,10 +95,13 @@ class InferenceSettings(ServiceSettings):
     """Sequences that may wait, of all versions; further requests get the error `overloaded`."""
     context_tokens_max: Positive = 32_768
     """Largest length of prompt plus completion, unless the model's own limit is lower."""
-    heartbeat_s: Seconds = 2.0
-    """Time between two heartbeats. A change is announced immediately."""
-    ttl_s: Seconds = 10.0
-    """Time without a heartbeat after which gateways consider this replica dead. It should span several heartbeats."""
+    probe_tolerance: Annotated[float, Field(gt=0)] | None = None
+    """Largest accepted difference between the engine's logprobs and a manifest's fingerprint, in nats. None: 0.001 in
+    float32 and in vLLM; in the engine `torch` with types of 16 bits the mean difference may be 0.02 times the square
+    root of the number of layers."""
+    ttl_s: Annotated[float, Field(ge=1)] = 10.0
+    """Time without a heartbeat after which gateways consider this replica dead. It sends one every 2 s, or in a fifth
+    of this time if that is less."""
     versions_max: Annotated[int, Field(ge=1, le=64)] = 8
     """Versions loaded at a time. A further version waits if another one is draining; otherwise it is announced as
     failed."""
@@ -107,9 +118,7 @@ class InferenceSettings(ServiceSettings):
         """Return the settings class of each installed engine."""
         return {name: kind.settings for name, kind in ENGINES.all().items()}
 
-    @field_validator("ttl_s")
-    @classmethod
-    def _outlives_a_heartbeat(cls, ttl_s: float, info: ValidationInfo) -> float:
-        if ttl_s <= info.data.get("heartbeat_s", 0):
-            raise ValueError(f"must be longer than heartbeat_s, which is {info.data['heartbeat_s']}")
-        return ttl_s
+    @property
+    def heartbeat_s(self) -> float:
+        """Seconds between two heartbeats."""
+        return min(HEARTBEAT_S, self.ttl_s / _HEARTBEATS_PER_TTL)

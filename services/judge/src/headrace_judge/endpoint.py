@@ -142,8 +142,6 @@ class Endpoint:
         limits = {"temperature": settings.temperature, "max_tokens": settings.max_tokens}
         body: dict[str, object] = {"model": settings.model, "messages": messages}
         body |= {name: value for name, value in limits.items() if name not in settings.omit}
-        if settings.json_mode:
-            body["response_format"] = {"type": "json_object"}
         return body | settings.extra
 
     async def complete(self, messages: list[ChatMessage]) -> Completion:

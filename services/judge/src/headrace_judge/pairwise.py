@@ -39,7 +39,7 @@ class PairwiseComparisons:
     def __init__(self, jobs: Jobs, settings: PairSettings) -> None:
         self._jobs = jobs
         self._wait = timedelta(seconds=settings.wait_s)
-        self._window = timedelta(seconds=settings.window_s)
+        self._window = timedelta(seconds=settings.comparable_s)
         self._pairs_max = PAIRS_PER_TASK_MAX
 
     async def add_run(self, tx: AsyncConnection, now: datetime, case: RunToJudge, trajectory: Trajectory) -> str | None:

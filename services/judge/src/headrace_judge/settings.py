@@ -12,6 +12,7 @@ from headrace_judge import INFO
 from headrace_judge.rubric import RUBRICS
 from headrace_runtime.registries import OrNameIn
 from headrace_runtime.settings.sections import Port, Section, ServiceSettings
+from headrace_runtime.settings.table import Fixed
 
 Rubric = Annotated[str, OrNameIn(RUBRICS)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -41,6 +42,9 @@ class EndpointSettings(Section):
     """Endpoint and model of the judge."""
 
     COMMON: ClassVar = ("base_url", "model", "api_key_env")
+    FIXED: ClassVar = {
+        "json_mode": Fixed(False, 'set judge.endpoint.extra = {response_format = {type = "json_object"}}')
+    }
 
     base_url: Annotated[str, AfterValidator(_address)] = Field(default="", validate_default=True)
     """Root of an OpenAI-compatible API, up to and including its `/v1`."""
@@ -62,11 +66,8 @@ class EndpointSettings(Section):
     """Largest number of tokens of a verdict. A model that writes its reasoning needs more."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Sampling temperature. 0 makes verdicts repeatable; `samples` above 1 require a higher one."""
-    json_mode: bool = False
-    """Whether to send `response_format: json_object`. Some endpoints do not support it; verdicts are checked in any
-    case."""
     extra: dict[str, JsonValue] = Field(default_factory=dict)
-    """Further fields of the request, such as `reasoning_effort` or `max_completion_tokens`."""
+    """Further fields of the request, such as `reasoning_effort`, `max_completion_tokens` or `response_format`."""
     omit: tuple[Literal["temperature", "max_tokens"], ...] = ()
     """Fields that are not sent, because the endpoint does not accept them."""
 
@@ -89,13 +90,14 @@ class EndpointSettings(Section):
 class RetrySettings(Section):
     """Retries of failed calls to the endpoint. They survive a restart."""
 
-    TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
+    PARAMETERS: ClassVar = ("attempts_max", "timeouts_max")
 
     attempts_max: Count = 20
-    """Number of attempts for a trajectory or pair before its outcome is `failed`. They take about 75
-    minutes by default, so an endpoint may be unavailable for an hour. An attempt that a crash ended counts as well."""
+    """Number of attempts for a trajectory or pair before its outcome is `failed`. They take about 75 minutes, so an
+    endpoint may be unavailable for an hour. An attempt that a crash ended counts as well."""
     timeouts_max: Count = 2
-    """Number of calls that may time out before the outcome is `timed_out`. Each may have been billed."""
+    """Number of calls that may time out before the outcome is `timed_out`: each may have been billed, so the limit is
+    low."""
 
 
 class BudgetSettings(Section):
@@ -123,17 +125,18 @@ class BudgetSettings(Section):
 class PairSettings(Section):
     """Pairing of runs of one task, for rubrics of mode `pair`."""
 
+    PARAMETERS: ClassVar = ("window_s",)
+
     wait_s: Positive = 600.0
     """Seconds that a run waits for another run of its task before it gets an abstention. A later run revises it."""
     window_s: Positive = 14_400.0
-    """Seconds for which a run can be compared with later runs."""
+    """Seconds for which a run can be compared with later runs: a task that comes back within hours finds its last
+    run, and the database keeps few of them."""
 
-    @field_validator("window_s")
-    @classmethod
-    def _check_window(cls, window_s: float, info: ValidationInfo) -> float:
-        if window_s < info.data.get("wait_s", 0):
-            raise ValueError("is shorter than wait_s")
-        return window_s
+    @property
+    def comparable_s(self) -> float:
+        """Seconds for which a run can be compared: at least as long as it waits for another one."""
+        return max(self.window_s, self.wait_s)
 
 
 class JudgeSettings(ServiceSettings):

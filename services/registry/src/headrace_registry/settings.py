@@ -15,10 +15,15 @@ from headrace_runtime.settings.table import Fixed
 Positive = Annotated[float, Field(gt=0)]
 Probability = Annotated[float, Field(gt=0, le=0.5)]
 Margin = Annotated[float, Field(gt=0, le=1)]
+CPUS_OF_COPY = 1.0
+"""CPUs of a Ray cluster that each copy of the gate's program takes: it waits for the gateway most of the time. A run
+fails if the cluster has no room for all copies."""
 
 
 class GateRaySettings(Section):
     """Copies of the gate's program on the machines of a Ray cluster, which share the plays."""
+
+    FIXED: ClassVar = {"cpus": Fixed(CPUS_OF_COPY), "environment": Fixed((), "set registry.gate.environment")}
 
     workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Copies of the program; 0 runs one copy on the registry's machine. Needs headrace-registry[ray] here and on the
@@ -26,16 +31,13 @@ class GateRaySettings(Section):
     address: Annotated[str, Field(min_length=1)] = "auto"
     """The cluster: `host:port` of its head, or `auto` for the cluster that this machine is part of. Its machines must
     be able to reach the gateway at `gate.base_url`."""
-    cpus: Annotated[float, Field(ge=0, le=1024)] = 1.0
-    """CPUs of the cluster that each copy takes. The run fails if the cluster has no room for all copies."""
-    environment: tuple[VariableName, ...] = ()
-    """Environment variables of the registry that the copies get in addition to those of `gate.environment`."""
 
 
 class GateSettings(Section):
     """The held-out evaluation that a candidate must pass: a sequential paired test, see `docs/gate.md`."""
 
     COMMON: ClassVar = ("command", "margin", "tasks_max", "audit_tasks")
+    PARAMETERS: ClassVar = ("attempts",)
 
     command: tuple[str, ...] = ()
     """Program and arguments that play held-out tasks; empty: a candidate is promoted after its probe. `{base_url}` is
@@ -46,7 +48,8 @@ class GateSettings(Section):
     """URL that replaces `{base_url}`; `headrace up` fills in the gateway that it started."""
     environment: tuple[VariableName, ...] = ()
     """Environment variables of the registry that the program gets in addition to the system's own (`PATH`, `HOME`,
-    `LANG`, `TZ`, those of Python and of the processors), for example `OPENAI_API_KEY` if the gateway requires a key."""
+    `LANG`, `TZ`, those of Python and of the processors), for example `OPENAI_API_KEY` if the gateway requires a key.
+    Copies on a Ray cluster get them, too."""
     margin: Margin = 0.1
     """Tolerated loss against the champion: a version whose mean score is lower by `margin` is promoted with probability
     `alpha` at most."""
@@ -74,13 +77,9 @@ class GateSettings(Section):
     """Seconds without a line of output, while a request is open, after which the program is killed and its run counts
     as failed."""
     attempts: Annotated[int, Field(ge=1)] = 2
-    """Number of runs that may fail (exit status, silence, wrong output) before the candidate is rejected."""
+    """Number of runs that may fail (exit status, silence, wrong output) before the candidate is rejected: a second one
+    tells a program that is broken from one that was killed."""
     ray: GateRaySettings = GateRaySettings()
-
-    @property
-    def passed_on(self) -> tuple[str, ...]:
-        """Names of the environment variables that the gate's program gets in addition to the system's own."""
-        return (*self.environment, *self.ray.environment)
 
     @field_validator("command")
     @classmethod

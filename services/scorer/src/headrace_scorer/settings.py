@@ -20,7 +20,8 @@ from headrace_scorer.reward_policy import RewardPolicy
 
 
 class DriftSettings(Section):
-    """Alarm for judges that agree with people less than on their first runs."""
+    """Sources of the alarm for judges that agree with people less than on their first runs. It changes no reward, so it
+    watches every judge."""
 
     judges: tuple[str, ...] = ("judge:*",)
     """Sources that are monitored. Their values are from 0 to 1."""
@@ -39,6 +40,7 @@ class ScorerSettings(ServiceSettings, SourceValues):
     """
 
     COMMON: ClassVar = ("functions", "weights", "required", "expected", "reward_wait_s")
+    PARAMETERS: ClassVar = ("drift",)
     SHARED: ClassVar = ("host", "lease_s")
 
     port: Port = INFO.port

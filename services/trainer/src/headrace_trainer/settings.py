@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, model_validator
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.registries import NameIn, PluginError
@@ -22,6 +22,7 @@ from headrace_trainer.algorithms.settings import (
     LossSettings,
     NotNegative,
     Positive,
+    TeacherSettings,
 )
 from headrace_trainer.backends import BACKENDS, Backend
 
@@ -34,6 +35,7 @@ class OptimizerSettings(Section):
     """AdamW, or Muon on the matrices with AdamW on the rest."""
 
     COMMON: ClassVar = ("learning_rate",)
+    PARAMETERS: ClassVar = ("beta1", "beta2")
 
     kind: Literal["adamw", "muon"] = "adamw"
     """`muon` orthogonalises the updates of the matrices between hidden layers; embeddings, the output head and all
@@ -44,7 +46,7 @@ class OptimizerSettings(Section):
     warmup_updates: Annotated[int, Field(ge=0)] = 0
     """Updates over which the learning rate rises linearly."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """AdamW's first momentum."""
+    """AdamW's first momentum, as everywhere."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.99
     """AdamW's second momentum; lower than in supervised training because rewards drift."""
     weight_decay: NotNegative = 0.0
@@ -116,6 +118,8 @@ class NativeSettings(Section):
     Training does not start for a model that differs.
     """
 
+    PARAMETERS: ClassVar = ("difference_max",)
+
     tokens: Annotated[int, Field(ge=0)] = 8192
     """Tokens of the comparison. Its sequences reach beyond windows, chunks and original contexts as far as this allows;
     the log names the parts that are not reached. The model's own attention stores a score for each pair of tokens of a
@@ -123,22 +127,6 @@ class NativeSettings(Section):
     difference_max: Positive = 1e-3
     """Largest difference in nats that counts as rounding. With experts it applies to nine of ten tokens; with frozen
     weights in bfloat16 the mean may be 100 times as large."""
-
-
-class TeacherSettings(Section):
-    """Teacher of the algorithm `on_policy_distill`: another model whose logprobs grade each token."""
-
-    model: str = ""
-    """A model's folder with the token ids of `trainer.base`, or the address of an endpoint (`http://host:port`) that
-    takes token ids and answers `prompt_logprobs`."""
-    name: str = ""
-    """Name of the model at the endpoint."""
-    key: SecretStr = SecretStr("")
-    """Bearer token for the endpoint."""
-    coefficient: Positive = 1.0
-    """The advantage of a token to which the teacher gives one more nat of logprob."""
-    timeout_s: Positive = 60.0
-    """How long the endpoint may take for one sequence."""
 
 
 class HealthSettings(Section):
@@ -174,14 +162,15 @@ class MemorySettings(Section):
 
     TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
     FIXED: ClassVar = {"outcomes": Fixed(4096)}
+    PARAMETERS: ClassVar = ("examples", "queue_tokens")
 
     queue_experiences: Annotated[int, Field(ge=1, le=16_384)] = 1024
     """Experiences that may wait for a batch; when it is full the bus is not read."""
     queue_tokens: Count = 1_000_000
-    """Tokens of those experiences, whichever bound is reached first."""
+    """Tokens of those experiences, whichever bound is reached first: about 200 MB."""
     sequence_tokens: Annotated[int, Field(ge=2)] | None = None
-    """Longer sequences are dropped as `too_long`; so are those beyond the model's own context and `queue_tokens`. None:
-    as many tokens as fit into the free memory at the start, which the log reports as `sequence_bound`."""
+    """Longer sequences are dropped as `too_long`; so are those beyond the model's own context and a million tokens.
+    None: as many tokens as fit into the free memory at the start, which the log reports as `sequence_bound`."""
     window_experiences: Count = 20_000
     """Experiences remembered to recognise duplicates and revisions. Entries that could still change the weights stay
     longer."""
@@ -199,6 +188,8 @@ class TrainerSettings(ServiceSettings):
     """All of `[trainer]`."""
 
     COMMON: ClassVar = ("base", "model", "algorithm", "batch_experiences", "steps_per_version")
+    FIXED: ClassVar = {"pair_wait_s": Fixed(300.0, "set trainer.group_wait_s")}
+    PARAMETERS: ClassVar = ("announce_to", "cut", "replays", "topic", "until_end")
     SHARED: ClassVar = ("host", "lease_s", "retry_s")
 
     port: Port = INFO.port
@@ -210,6 +201,10 @@ class TrainerSettings(ServiceSettings):
     """The model that is trained; experiences of other models are skipped."""
     lineage: ModelName = "main"
     """Name of this line of versions and of its saved state. One process at a time may train a lineage."""
+    job: dict[Literal["announce_to", "cut", "replays", "topic", "until_end"], str | bool] = Field(default={})
+    """The run of a command such as `headrace replay run` or `headrace train`, which sets this: topic of the
+    experiences, lineage that is replayed, where batches are cut, whether to stop at the end of the topic, and the
+    prefix of the topics of reports."""
     topic: Annotated[str, Field(min_length=1)] = "experiences"
     """Topic of the experiences; a replay names a copy of the usual topic."""
     replays: ModelName | None = None
@@ -241,9 +236,8 @@ class TrainerSettings(ServiceSettings):
     group_size: Count = 8
     """Runs of one task that make a group (`grpo`, `rloo`)."""
     group_wait_s: Positive = 300.0
-    """How long a group waits for missing runs; then it is trained without them, and a single run is dropped."""
-    pair_wait_s: Positive = 300.0
-    """How long an answer waits for the one that it was compared with (`dpo`); then it is dropped as `unpaired`."""
+    """How long a group waits for missing runs; then it is trained without them, and a single run is dropped. An answer
+    waits as long for the one that it was compared with (`dpo`); then it is dropped as `unpaired`."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """Versions that may lie between the one that sampled an experience and the one that is trained."""
     steps_per_version: Count = 3
@@ -351,6 +345,8 @@ class TrainerSettings(ServiceSettings):
     def _apply_algorithm_defaults(cls, table: Any) -> Any:
         if not isinstance(table, Mapping):
             return table
+        if isinstance(job := table.get("job"), Mapping):
+            table = {**table, **job}
         name = table.get("algorithm", cls.model_fields["algorithm"].default)
         if not isinstance(name, str):
             return table
@@ -389,11 +385,9 @@ class TrainerSettings(ServiceSettings):
             )
         needed = max(self.batch_experiences, self.group_size if self.compares_groups else 1)
         if self.memory.queue_experiences < needed:
-            raise SettingError(
-                "trainer.memory.queue_experiences", self.memory.queue_experiences, f"a batch needs {needed}"
-            )
+            remedy = f"a batch needs {needed}"
+            raise SettingError("trainer.memory.queue_experiences", self.memory.queue_experiences, remedy)
         if self.memory.queue_tokens < (self.memory.sequence_tokens or 0):
-            raise SettingError(
-                "trainer.memory.queue_tokens", self.memory.queue_tokens, "is less than memory.sequence_tokens"
-            )
+            remedy = f"at most {self.memory.queue_tokens} tokens wait; set less"
+            raise SettingError("trainer.memory.sequence_tokens", self.memory.sequence_tokens, remedy)
         return self

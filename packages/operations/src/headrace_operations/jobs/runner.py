@@ -172,14 +172,8 @@ async def _run_trainer(
     """
     prefix = topic_prefix(prepared.lineage)
     overrides = prepared.overrides
-    trainer_settings = {
-        "lineage": prepared.lineage,
-        "topic": f"{prefix}experiences",
-        "cut": "rules",
-        "until_end": True,
-        "announce_to": prefix,
-        "port": 0,
-    }
+    job = {"topic": f"{prefix}experiences", "cut": "rules", "until_end": True, "announce_to": prefix}
+    trainer_settings = {"lineage": prepared.lineage, "port": 0, "job": job}
     for name, value in trainer_settings.items():
         overrides.set(f"trainer.{name}", value)
     return await program.run_trainer(overrides.environ, bus, prefix, prepared.file_path(".log"), progress)

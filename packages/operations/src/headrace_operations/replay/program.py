@@ -202,15 +202,14 @@ async def train(
     """Train on all experiences of the copied topics, and return the trainer's reports. Raises the errors of
     `run_trainer`.
     """
-    environ = request.environ(
-        lineage=request.lineage,
-        topic=request.topic,
-        replays=request.of,
-        cut="recorded" if recorded else "rules",
-        until_end=True,
-        announce_to=request.prefix,
-        port=0,
-    )
+    job = {
+        "topic": request.topic,
+        "replays": request.of,
+        "cut": "recorded" if recorded else "rules",
+        "until_end": True,
+        "announce_to": request.prefix,
+    }
+    environ = request.environ(lineage=request.lineage, port=0, job=job)
     return await run_trainer(environ, request.bus, request.prefix, log, progress)
 
 

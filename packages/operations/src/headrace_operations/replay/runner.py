@@ -48,7 +48,8 @@ async def plan(request: Request, tick: Tick) -> Report:
     async with open_merge(request.bus, request.topic_range) as merge:
         choose_cut(request, report, journal_of_lineage, merge)
         base = await asyncio.to_thread(base_folder, request.overrides)
-        environ = request.environ(base=base, replays=request.of, lineage=request.lineage, cut=report.cut)
+        job = {"replays": request.of, "cut": report.cut}
+        environ = request.environ(base=base, lineage=request.lineage, job=job)
         async with start_program("trainer", environ) as dry_run:
 
             async def feed() -> None:

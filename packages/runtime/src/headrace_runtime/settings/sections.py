@@ -150,6 +150,7 @@ class BusSettings(Section):
     """Address, login and timeouts of the Kafka cluster."""
 
     COMMON: ClassVar = ("address", "replication")
+    PARAMETERS: ClassVar = ("compression", "request_timeout_s")
 
     address: str = "127.0.0.1:9092"
     """Kafka bootstrap address of the embedded broker or of Apache Kafka: `host:port`, several separated by commas."""
@@ -167,9 +168,10 @@ class BusSettings(Section):
     replication: Annotated[int, Field(ge=1)] = 1
     """Replication factor of topics that Headrace creates."""
     request_timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    """Timeout of one request to the bus in seconds."""
+    """Timeout of one request to the bus in seconds: longer than a broker takes to elect the leader of a partition."""
     compression: Literal["none", "gzip"] = "none"
-    """Compression of record batches by producers. It pays off if the bus is across a network."""
+    """Compression of record batches by producers. On one machine it costs more than it saves; elsewhere, topics have
+    `compression.type`."""
     start_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """Time that a service waits for the bus at its start, in seconds."""
     session_timeout_s: Annotated[float, Field(ge=6, le=1800)] = 10.0

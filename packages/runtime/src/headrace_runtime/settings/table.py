@@ -150,9 +150,9 @@ class Fixed:
 
     def matches(self, value: object) -> bool:
         """Return whether a settings file sets the fixed value."""
+        if isinstance(self.value, BaseModel) and isinstance(value, Mapping):
+            return all(Fixed(getattr(self.value, name, None)).matches(item) for name, item in value.items())
         fixed = list(self.value) if isinstance(self.value, tuple) else self.value
-        if isinstance(fixed, BaseModel) and isinstance(value, Mapping):
-            return all(getattr(fixed, name, None) == item for name, item in value.items())
         return value == fixed or (not isinstance(value, bool | int | float) and str(value) == str(fixed))
 
 

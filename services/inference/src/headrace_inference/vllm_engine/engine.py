@@ -31,6 +31,8 @@ from headrace_schemas.events.turn import STORED_SETS_MAX
 from headrace_schemas.values.blobs import Manifest
 
 log = get_logger(__name__)
+_PROBE_TOLERANCE = 1e-3
+"""Difference in nats between float32 kernels of vLLM and of torch; narrower types need `inference.probe_tolerance`."""
 _REASON_LENGTH_MAX = 500
 _BACKGROUND_PRIORITY = 1_000_000
 """Added to the priority of evaluations, so that they come after all users; vLLM serves lower numbers first. The
@@ -116,7 +118,7 @@ class VllmEngine:
                 self._logprob_function(loaded),
                 self._logprob_function(parent) if parent is not None and comparable else None,
                 self._settings.sequences_max,
-                self._settings.probe_tolerance,
+                self._settings.probe_tolerance or _PROBE_TOLERANCE,
             )
 
     async def _start(self, folder: Path, version: str) -> Core:

@@ -10,6 +10,7 @@ from pydantic import Field
 from headrace_inference.engine import EngineKind
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings.sections import Section
+from headrace_runtime.settings.table import Fixed
 
 if TYPE_CHECKING:
     from headrace_inference.engine import Engine
@@ -21,20 +22,19 @@ class VllmSettings(Section):
     """The `vllm` engine: one engine core of vLLM for each full version and its adapters."""
 
     COMMON: ClassVar = ()
-    SHARED: ClassVar = ("dtype", "sequences_max", "waiting_max", "context_tokens_max")
+    SHARED: ClassVar = ("dtype", "sequences_max", "waiting_max", "context_tokens_max", "probe_tolerance")
+    FIXED: ClassVar = {"graphs": Fixed(True)}
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and KV; `auto` is float32 on a CPU and the checkpoint's own on a GPU."""
-    graphs: bool = True
-    """Whether to record CUDA graphs when a version is loaded: faster decoding, slower loading. No effect on a CPU."""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     """GPUs that share one version."""
     batch_tokens_max: Annotated[int, Field(ge=64)] = 2048
     """Tokens computed in one step. A longer prompt is split so that other sequences keep decoding. On a CPU no prompt
     is split, and a step may be as long as the context."""
-    probe_tolerance: Annotated[float, Field(gt=0)] = 1e-3
-    """Largest accepted difference between the engine's logprobs and a manifest's fingerprint; about 0.1 suits
-    bfloat16."""
+    probe_tolerance: Annotated[float, Field(gt=0)] | None = None
+    """Largest accepted difference between the engine's logprobs and a manifest's fingerprint. None: 0.001; about 0.1
+    suits bfloat16."""
     gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.4
     """Share of a GPU's memory for one full version, its adapters and KV. `cores_max` of them must fit, because a new
     full version is loaded while the old one serves."""

@@ -140,7 +140,7 @@ class Gate:
     def _environment(self) -> Mapping[str, str]:
         if self._settings.ray.workers:  # our own program needs the whole environment to join the cluster
             return os.environ
-        return program_environment(self._settings.passed_on)
+        return program_environment(self._settings.environment)
 
     def _command(self) -> list[str]:
         if self._settings.ray.workers:

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from headrace_registry.gate.gate import Gate, GateFailed, GateSession
-from headrace_registry.settings import GateSettings
+from headrace_registry.settings import CPUS_OF_COPY, GateSettings
 from headrace_runtime.errors import HeadraceError, Unavailable
 from headrace_runtime.process.logs import get_logger
 from headrace_schemas.programs import Play, Tasks
@@ -155,9 +155,9 @@ def start(settings: GateSettings) -> dict[str, RayGateWorker]:
     first time."""
     ray_settings = settings.ray
     program_settings = settings.model_copy(update={"ray": ray_settings.model_copy(update={"workers": 0})})
-    environment = {name: os.environ[name] for name in settings.passed_on if name in os.environ}
+    environment = {name: os.environ[name] for name in settings.environment if name in os.environ}
     actor = ray.remote(ProgramRunner).options(  # type: ignore[attr-defined, unused-ignore]
-        num_cpus=ray_settings.cpus, max_restarts=0, max_concurrency=settings.concurrency, scheduling_strategy="SPREAD"
+        num_cpus=CPUS_OF_COPY, max_restarts=0, max_concurrency=settings.concurrency, scheduling_strategy="SPREAD"
     )
     return {
         name: RayGateWorker(actor.remote(program_settings, str(Path.cwd()), environment))

@@ -39,7 +39,8 @@ _SHADOW, _CLOSING = Fraction(1, 10), Fraction(1, 10)
 """Fractions of β for the shadow and for the closing age. The age of maturity gets the rest, which is most of it, so
 that harm is detected soon."""
 _REWARDS = ("reward", "success")
-_SHARE_MAX = Fraction(1, 2)
+SHARE_MAX = Fraction(1, 2)
+"""Largest share of a candidate: its control has the same."""
 _METRICS_MAX = 12
 """Maximum number of metrics. Each adds four statistics to a decision, which can contain 64."""
 
@@ -87,7 +88,7 @@ class RolloutStage(Model):
     time are needed before the next stage.
     """
 
-    share: Annotated[Fraction, Field(gt=0, le=_SHARE_MAX)]
+    share: Annotated[Fraction, Field(gt=0, le=SHARE_MAX)]
     """The control gets the same share. Only a promotion gives a version all units."""
     units_min: Annotated[int, Field(ge=0)] = 0
     """Mature units of the candidate, since the rollout began."""
@@ -114,19 +115,21 @@ class RolloutPlan(Section):
     their stage (Thompson's rule), and the leader all of it. Needs `unit = "session"`: a share that shrinks would move
     users."""
     floor: Annotated[Fraction, Field(gt=0, le=1)] = Fraction(1, 8)
-    """`split = "adaptive"`: the part of its stage's share that a candidate always gets."""
+    """`split = "adaptive"`: the part of its stage's share that a candidate always gets, so that one with a few bad
+    sessions at first is measured further."""
     shadow_units: Annotated[int, Field(ge=0, le=100_000)] = 0
     """Number of prompts of users' sessions that both versions answer again, unseen by users, before the candidate gets
     traffic; 0: no shadow. `registry.rollout.shadow` sets the tenants and the limits."""
     shadow_duration_max_s: Positive = 21_600.0
-    """Seconds after which the canary begins with the findings of the shadow so far."""
+    """Seconds after which the canary begins with the findings of the shadow so far: six hours, so that a model with few
+    prompts is not held for days."""
     shadow_demands: EstimateRequirements = EstimateRequirements()
-    """Minimum numbers for an estimate from the shadow."""
+    """Minimum numbers for an estimate from the shadow: with fewer, its interval does not hold at the stated rate."""
     stages: tuple[RolloutStage, ...] = Field(
         default=_stages(Fraction(1, 100), Fraction(1, 10), Fraction(1, 2)), min_length=1, max_length=16
     )
     """The ramp: `share` of the units, then `units_min` of the candidate and `duration_min_s` before the next stage."""
-    exposure_max: Annotated[Fraction, Field(gt=0, le=_SHARE_MAX)] = Fraction(1, 10)
+    exposure_max: Annotated[Fraction, Field(gt=0, le=SHARE_MAX)] = Fraction(1, 10)
     """Share of the units that may get a version about which nothing is known. A larger share waits until sessions have
     ruled out, for each guardrail, so large a loss that no more is at stake: five times the share needs the loss to be
     less than a fifth of the worst value of the metric."""
@@ -154,7 +157,8 @@ class RolloutPlan(Section):
     beta: Probability = 0.05
     """Probability that a version without harm is rolled back."""
     sample_ratio_error: Probability = 0.01
-    """Probability that sound traffic is held because the arms seem to have wrong sizes."""
+    """Probability that sound traffic is held because the arms seem to have wrong sizes. The usual level of such tests:
+    an alarm stops a rollout, so it must be rare."""
     uneven: Annotated[Finite, Field(gt=0, le=1)] = 0.15
     """Difference of the arms, as a share of both together, at which a version is promoted with probability `alpha` at
     most: for example a candidate that loses a quarter of its sessions. Lost sessions cannot be compared."""

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, SecretStr, model_validator
 
-from headrace_registry.rollouts.plan import RolloutPlan, RolloutStage
+from headrace_registry.rollouts.plan import SHARE_MAX, RolloutPlan, RolloutStage
 from headrace_runtime.process.programs import VariableName
 from headrace_runtime.settings.sections import Section
 from headrace_runtime.settings.table import Fixed
@@ -48,6 +48,7 @@ class ShadowSettings(Section):
 
     TIER: ClassVar[Literal["tuning", "limits"]] = "limits"
     FIXED: ClassVar = {"steps_max": Fixed(8)}
+    PARAMETERS: ClassVar = ("concurrency",)
 
     tenants: tuple[ShadowTenant, ...] = ()
     """Tenants that have agreed. Prompts of other tenants are neither stored nor answered."""
@@ -64,7 +65,8 @@ class ShadowSettings(Section):
     tokens_max: Annotated[int, Field(ge=1)] = 2_000_000
     """Tokens of prompts and answers that the shadow of one rollout may take; then no further prompt is taken."""
     concurrency: Annotated[int, Field(ge=1, le=64)] = 2
-    """Number of prompts that are answered at a time."""
+    """Number of prompts that are answered at a time: few, because users have precedence, and `prompts_per_minute` is
+    the limit in the long run."""
 
     @property
     def bounds(self) -> RerunBounds:
@@ -103,14 +105,13 @@ class RolloutSettings(RolloutPlan):
     """Rules for trying a version on live traffic after it has passed the gate: see `docs/rollouts.md`."""
 
     COMMON: ClassVar = ("kind",)
-    FIXED: ClassVar = {"read_s": Fixed(0.5)}
+    FIXED: ClassVar = {"read_s": Fixed(0.5), "share_max": Fixed(SHARE_MAX, "end stages with this share")}
+    PARAMETERS: ClassVar = ("floor", "promotes", "sample_ratio_error", "shadow_demands", "shadow_duration_max_s")
 
     kind: Kind = "rolling"
     """`rolling`: a version that passed the gate serves all traffic. `canary`: it gets a growing share of the traffic
     and becomes champion, is held or is rolled back by the results of its sessions. `ab`: a fixed share in one stage,
     and the end changes no role."""
-    share_max: Annotated[Fraction, Field(gt=0, le=Fraction(1, 2))] = Fraction(1, 2)
-    """Largest share of all units for one candidate, whatever `stages` allow and its sessions show."""
     versions_per_hour_max: Annotated[int, Field(ge=1)] = 60
     """Number of rollouts of one model that may begin within an hour; further versions wait."""
     check_after_updates: Annotated[int, Field(ge=1)] = 1
@@ -148,21 +149,10 @@ class RolloutSettings(RolloutPlan):
         stages = self.stages
         if request.share is not None:
             share = Fraction(request.share)
-            if not 0 < share <= self.share_max:
-                raise ValueError(f"share {share}: more than 0, and share_max = {self.share_max} at most")
+            if not 0 < share <= SHARE_MAX:
+                raise ValueError(f"share {share}: more than 0, and {SHARE_MAX} at most")
             stages = (RolloutStage(share=share, units_min=stages[-1].units_min),)
         elif kind == "ab":
             stages = stages[-1:]
         fields = {name: getattr(self, name) for name in RolloutPlan.model_fields}
-        return RolloutPlan(
-            **{**fields, "stages": self._limit_stages(stages), "promotes": self.promotes and kind != "ab"}
-        )
-
-    def _limit_stages(self, stages: tuple[RolloutStage, ...]) -> tuple[RolloutStage, ...]:
-        """Limit the shares of the stages to `share_max`. All stages with a larger share become one last stage with this
-        share."""
-        limited = [stage for stage in stages if stage.share < self.share_max]
-        beyond = [stage for stage in stages if stage.share >= self.share_max]
-        if beyond:
-            limited.append(beyond[-1].model_copy(update={"share": self.share_max}))
-        return tuple(limited)
+        return RolloutPlan(**{**fields, "stages": stages, "promotes": self.promotes and kind != "ab"})

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -147,6 +147,8 @@ UNRATED_RUNS_MAX = 1000
 class LearnedSettings(Section):
     """A reward model as one more source, `learned:<model>`: it learns from rated runs and scores all runs."""
 
+    PARAMETERS: ClassVar = ("thumbs_min",)
+
     model: Annotated[str, NameIn(REWARD_MODELS)] | None = None
     """Name of the reward model, as a package announces it. Not set: there is no reward model."""
     teachers: Annotated[tuple[str, ...], Field(min_length=1)] = ("feedback",)
@@ -158,7 +160,7 @@ class LearnedSettings(Section):
     """Features that the agent controls by its actions. They are learned, but the reward is computed with their mean
     values. Otherwise training would teach the agent to look like a good run."""
     thumbs_min: Annotated[int, Field(ge=10)] = 30
-    """Thumbs that it needs before it scores runs."""
+    """Thumbs that it needs before it scores runs: with fewer, its intervals are wider than `width_max`."""
     width_max: Share = 0.6
     """Largest width of the 90 % interval of a run's value. Above it the model abstains."""
     refit_s: Annotated[float, Field(gt=0)] = 30.0

@@ -145,7 +145,7 @@ def fit(runs: Sequence[ThumbedRun], unrated: Sequence[Features], requirements: F
         silent=None,
     )
     if facts.thumbs < requirements.thumbs_min:
-        reason = f"{facts.thumbs} thumbs; scorer.learned.thumbs_min requires {requirements.thumbs_min}"
+        reason = f"{facts.thumbs} thumbs; at least {requirements.thumbs_min} are required"
         return _unfitted_model(facts, requirements, reason)
     selected, refused = columns.columns_of([run.features for run in ordered], unrated)
     selected = [replace(column, controlled=matches_any(requirements.controlled, column.name)) for column in selected]

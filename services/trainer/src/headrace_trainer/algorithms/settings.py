@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from headrace_runtime.registries import NameIn
 from headrace_runtime.settings.sections import Section
+from headrace_runtime.settings.table import Fixed
 from headrace_trainer.algorithms.estimators import ESTIMATORS, Estimator
 from headrace_trainer.algorithms.losses import LOSSES, Loss
 from headrace_trainer.algorithms.presets import Needs, Signals
@@ -23,13 +24,19 @@ Count = Annotated[int, Field(ge=1)]
 class AdvantageSettings(Section):
     """Settings of the computation of advantages from rewards; the formulas are in docs/algorithms.md."""
 
+    FIXED: ClassVar = {
+        "demonstrations": Fixed(False, 'set trainer.algorithm = "mix"'),
+        "equal_groups": Fixed("train", 'set trainer.algorithm = "dapo"'),
+    }
+    PARAMETERS: ClassVar = ("demonstrations", "equal_groups", "limit", "model_decay")
+
     kind: Annotated[str, NameIn(ESTIMATORS)] = "reinforce++"
     """Set by `algorithm` unless it is set here. `reinforce++` compares a run with a rolling baseline and works on
     single runs; `grpo` and `rloo` compare the runs of one group and need several runs of each task."""
     task_decay: Share = 0.9
     """Weight that a run's reward keeps in its task's baseline after one more run of the task."""
     model_decay: Share = 0.99
-    """The same for the baseline and the scale that all tasks share."""
+    """The same for the baseline and the scale that all tasks share: about the last hundred runs."""
     scale: Literal["std", "none"] = "std"
     """Divide by the running standard deviation (`grpo`: the group's), or leave rewards in their own unit."""
     scale_min: NotNegative = 0.01
@@ -72,6 +79,8 @@ class AdvantageSettings(Section):
 class LossSettings(Section):
     """Settings of the loss; the formulas are in docs/algorithms.md."""
 
+    PARAMETERS: ClassVar = ("horizon_tokens",)
+
     kind: Annotated[str, NameIn(LOSSES)] = "clipped"
     """Set by `algorithm` unless it is set here. `clipped` is the clipped, importance-weighted policy gradient."""
     clip_low: Share = 0.2
@@ -106,7 +115,8 @@ class LossSettings(Section):
     """How the losses of tokens are aggregated: by their mean over the batch; by the mean over sequences of their sum,
     of their mean, or of their sum over `horizon_tokens`; or by the mean of sampled tokens plus that of written ones."""
     horizon_tokens: Count = 1024
-    """Divisor of a sequence's sum with `seq-mean-token-sum-norm`, whatever the sequence's length is."""
+    """Divisor of a sequence's sum with `seq-mean-token-sum-norm`, whatever the sequence's length is. It scales all
+    gradients alike, which AdamW does not notice."""
     updates_per_step: Count = 1
     """Optimizer updates on one batch; above 1 the clip bounds their total effect."""
 
@@ -133,10 +143,31 @@ class LossSettings(Section):
 class CriticSettings(Section):
     """Settings of the critic of `ppo` and of the advantages that are computed with it."""
 
+    PARAMETERS: ClassVar = ("gamma", "lam")
+
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Discount of a reward per token."""
+    """Discount of a reward per token. 1: a run has one reward, which all of its tokens earned."""
     lam: Annotated[float, Field(ge=0, le=1)] = 1.0
     """How far advantages look beyond the next token: 1 compares a token's value with the run's reward, 0 with the next
-    token's value alone."""
+    token's value alone. 1, because the critic is not trained beforehand."""
     learning_rate: Positive = 1e-3
     """Learning rate of the critic's own AdamW."""
+
+
+class TeacherSettings(Section):
+    """Teacher of the algorithm `on_policy_distill`: another model whose logprobs grade each token."""
+
+    PARAMETERS: ClassVar = ("coefficient", "timeout_s")
+
+    model: str = ""
+    """A model's folder with the token ids of `trainer.base`, or the address of an endpoint (`http://host:port`) that
+    takes token ids and answers `prompt_logprobs`."""
+    name: str = ""
+    """Name of the model at the endpoint."""
+    key: SecretStr = SecretStr("")
+    """Bearer token for the endpoint."""
+    coefficient: Positive = 1.0
+    """The advantage of a token to which the teacher gives one more nat of logprob: the unit, as the learning rate
+    scales it."""
+    timeout_s: Positive = 60.0
+    """How long the endpoint may take for one sequence: a forward pass of the longest context on a slow machine."""

@@ -48,7 +48,7 @@ class Cutter:
             equal_groups=settings.advantage.equal_groups == "train",
         )
         self._paired = settings.advantage.signals.paired
-        self._pair_wait = timedelta(seconds=settings.pair_wait_s)
+        self._pair_wait = timedelta(seconds=settings.group_wait_s)
         self._swept: tuple[str, int] | None = None
 
     def next_batch(

@@ -195,7 +195,7 @@ class NativeLogprobs:
         if not difference <= bound * (_COARSE if self._coarse else 1.0):
             raise self._refusal(
                 f"differs from its own eager attention by {difference:.2g} nats {region}, "
-                f"and trainer.native.difference_max is {bound:g}"
+                f"and rounding differs by {bound:g} at most"
             )
         tokens = sum(row.length for row in self._plan.rows)
         return NativeComparison(self._architecture, difference, region, tokens, self._plan.unseen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import yaml
 from pydantic import Field, SecretStr
@@ -20,6 +20,8 @@ Count = Annotated[int, Field(ge=1)]
 
 class TrinitySettings(Section):
     """Steps by Trinity-RFT (`backend = "trinity"`)."""
+
+    PARAMETERS: ClassVar = ("algorithm", "step_timeout_s")
 
     folder: str = ""
     """Folder of its jobs and checkpoints, on a disk that its processes and the trainer share. Required, and the same at
@@ -43,7 +45,8 @@ class TrinitySettings(Section):
     ray_address: str = "auto"
     """Address of its Ray cluster."""
     step_timeout_s: Positive = 7200.0
-    """How long a step may take, the start of its processes included."""
+    """How long a step may take, the start of its processes included: longer than a batch of a large model on one
+    GPU."""
     kept_checkpoints: Annotated[int, Field(ge=2)] = 8
     """Number of checkpoints with optimizer for going back; going back further resets momentum."""
 

@@ -43,7 +43,7 @@ missing advantage.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
@@ -76,7 +76,9 @@ DAPO = Algorithm(
 
 
 class GspoSettings(Section):
-    """Settings of the loss of GSPO (group sequence policy optimization), section `[trainer.loss.gspo]`."""
+    """Constants of the loss of GSPO (group sequence policy optimization), from the paper."""
+
+    PARAMETERS: ClassVar = ("clip_high", "clip_low")
 
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 3e-4
     """A sequence's ratio is clipped below at `1 - clip_low`."""
@@ -110,7 +112,9 @@ GSPO = Algorithm("grpo", "gspo", {"loss.agg_mode": "seq-mean-token-mean"})
 
 
 class CispoSettings(Section):
-    """Settings of the loss of CISPO (clipped importance sampling), section `[trainer.loss.cispo]`."""
+    """Constants of the loss of CISPO (clipped importance sampling), from the paper."""
+
+    PARAMETERS: ClassVar = ("clip_high", "clip_low")
 
     clip_low: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Weights are clipped below at `1 - clip_low`; 1 sets no bound."""

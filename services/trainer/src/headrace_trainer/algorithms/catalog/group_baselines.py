@@ -28,7 +28,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -47,19 +47,23 @@ if TYPE_CHECKING:
 
 
 class BaselineSettings(Section):
-    """Settings of the baseline of `opmd`, `[trainer.advantage.opmd]`."""
+    """Constants of the baseline of `opmd`."""
+
+    PARAMETERS: ClassVar = ("baseline", "tau")
 
     baseline: Literal["mean", "logavgexp"] = "mean"
     """The baseline of a group: the mean of its runs, or the softer maximum of the formula."""
     tau: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature of the softer maximum: the smaller, the nearer to the group's best run."""
+    """Temperature of the softer maximum: the smaller, the nearer to the group's best run. 1 as in the paper."""
 
 
 class OpmdSettings(Section):
-    """Settings of the loss of `opmd`, `[trainer.loss.opmd]`."""
+    """Constants of the loss of `opmd`."""
+
+    PARAMETERS: ClassVar = ("tau",)
 
     tau: Annotated[float, Field(ge=0)] = 1.0
-    """The regularization: the loss is divided by 1 + tau."""
+    """The regularization: the loss is divided by 1 + tau, which the learning rate can do, too."""
 
 
 @estimator(Needs(groups=True), BaselineSettings)
@@ -101,14 +105,17 @@ OPMD = Algorithm("opmd", "opmd", LATE)
 
 
 class StepWiseSettings(Section):
-    """Settings of step-wise GRPO, `[trainer.advantage.step_wise_grpo]`."""
+    """Constants of step-wise GRPO."""
+
+    PARAMETERS: ClassVar = ("step_norm", "turn_decay", "turn_weight")
 
     step_norm: bool = False
-    """Divide a run's advantage by the number of its turns, so that a long run weighs no more than a short one."""
+    """Divide a run's advantage by the number of its turns, so that a long run weighs no more than a short one. Not in
+    the paper."""
     turn_weight: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of the rewards of turns relative to that of the run."""
+    """Weight of the rewards of turns relative to that of the run: both are in standard deviations."""
     turn_decay: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Discount of a later turn's reward for the turn before it."""
+    """Discount of a later turn's reward for the turn before it. 1 as in the paper."""
 
 
 def _section(settings: AdvantageSettings) -> StepWiseSettings:

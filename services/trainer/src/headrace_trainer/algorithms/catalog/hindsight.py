@@ -154,22 +154,26 @@ class HindsightSettings(Section):
     """
 
     FIXED: ClassVar = {"guard_answers": Fixed(64), "runs_min": Fixed(4)}
+    PARAMETERS: ClassVar = ("accepted_min", "coefficient", "contradicted_max", "earlier_max", "limit", "runs_max")
 
     contradicted_max: float = 0.25
-    """A turn whose reward is at most this was contradicted, if a message of the user follows."""
+    """A turn whose reward is at most this was contradicted, if a message of the user follows. Rewards of turns are
+    thumbs, 0 or 1, or means of them."""
     accepted_min: float = 0.75
     """A turn whose reward is at least this was accepted."""
     coefficient: Annotated[float, Field(gt=0)] = 1.0
-    """The advantage of a token to which the teacher gives one more nat of logprob."""
+    """The advantage of a token to which the teacher gives one more nat of logprob: the unit, as the learning rate
+    scales it."""
     compared: Literal["tokens", "distributions"] = "tokens"
     """`tokens` compares the teacher's logprobs of the sampled tokens. `distributions` compares those of all words at
     each position with the present weights' (B above). It learns from a fraction of the sessions; withdrawals are
     reversed to first order only. Needs an output head that is one matrix, and `loss.sequence_mask_max` = 0."""
     earlier_max: Annotated[int, Field(ge=0, le=64)] = 8
     """With `distributions`: how many answers before the contradicted one, since the user's previous message, may be the
-    one that the reply is about. 0: the reply is about the contradicted one."""
+    one that the reply is about. 0: the reply is about the contradicted one. Each costs a forward pass of the base."""
     limit: Annotated[float, Field(gt=0)] = 5.0
-    """Bound on the difference of a token, in nats, so that a token that the teacher excludes has a bounded effect."""
+    """Bound on the difference of a token, in nats, so that a token that the teacher excludes has a bounded effect: a
+    factor of 150 in its probability."""
     runs_max: Annotated[int, Field(ge=RUNS_MIN)] = 64
     """Number of runs at which a gap that is not surely positive stops training. With fewer the batch waits, and is cut
     again when there are twice as many experiences."""

@@ -32,7 +32,7 @@ Revisions are trained as in `dpo`, by the slope that was remembered.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import Field
 
@@ -50,10 +50,12 @@ if TYPE_CHECKING:
 class DpoSettings(Section):
     """Settings of direct preference optimization, section `[trainer.loss.dpo]`."""
 
+    PARAMETERS: ClassVar = ("label_smoothing",)
+
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Weight of a nat of difference from the base; the smaller, the further training moves away from it."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """The share of preferences that are assumed to be reversed (conservative DPO)."""
+    """The share of preferences that are assumed to be reversed (conservative DPO). 0 as in the paper."""
 
 
 def _load_dpo() -> Compute:
@@ -86,7 +88,9 @@ DPO = Algorithm("preferences", "dpo", {**LATE, "loss.agg_mode": "seq-mean-token-
 
 
 class LabelSettings(Section):
-    """Settings for training from good and bad labels, section `[trainer.advantage.labels]`."""
+    """Constants for training from good and bad labels: rewards of thumbs are 0 and 1."""
+
+    PARAMETERS: ClassVar = ("bad_max", "good_min")
 
     good_min: float = 0.5
     """Rewards of at least this are good."""
@@ -97,14 +101,18 @@ class LabelSettings(Section):
 class KtoSettings(Section):
     """Settings of the loss of KTO (Kahneman-Tversky optimization), section `[trainer.loss.kto]`."""
 
+    PARAMETERS: ClassVar = ("bad_weight", "good_weight", "reference_point")
+
     beta: Annotated[float, Field(gt=0)] = 0.1
     """Weight of a nat of difference from the base."""
     good_weight: Annotated[float, Field(ge=0)] = 1.0
-    """Weight of a good answer."""
+    """Weight of a good answer. The paper's weights balance the labels of a data set, and a stream has no such
+    count."""
     bad_weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of a bad answer."""
     reference_point: Annotated[float, Field(ge=0)] = 0.0
-    """The difference from the base, in nats, that counts as none."""
+    """The difference from the base, in nats, that counts as none: 0, because the paper's estimate needs pairs of
+    prompts and answers that do not belong together."""
 
 
 def _worth_kto(reward: float, settings: AdvantageSettings) -> float:
