@@ -179,7 +179,7 @@ class Importer:
             tolerance = tolerance_of(model, self._torch.probe_tolerance)
             raise VersionUnusable(
                 f"{manifest.version}: the logprobs of the engine differ from those of transformers' own attention by "
-                f"{result.max_abs_delta:.3g} nats; the tolerance (inference.torch.probe_tolerance) is {tolerance:.3g}"
+                f"{result.max_abs_delta:.3g} nats; the tolerance (inference.probe_tolerance) is {tolerance:.3g}"
             )
 
     def _store(self, folder: Path, manifest: Manifest) -> StoredLine:
