@@ -229,7 +229,6 @@ class JudgeProcess:
             "JUDGE__ENDPOINT__MODEL": "judge-1",
             "JUDGE__ENDPOINT__CONCURRENCY": 4,
             "JUDGE__ENDPOINT__TIMEOUT_S": 0.5,
-            "JUDGE__RETRY__TIMEOUTS_MAX": 1,
         }
         self._environ = os.environ | {f"HEADRACE_{name}": str(value) for name, value in names.items()}
         self.log = folder / "judge.log"

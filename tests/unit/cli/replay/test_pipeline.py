@@ -263,9 +263,9 @@ def request(lineage: str = "again", topic: str = "experiences", **options: Any) 
 def test_the_programs_get_the_lineage_and_topic_of_the_replay() -> None:
     replay_request = request(settings={"trainer.model": "m"})
     assert (replay_request.of, replay_request.model, replay_request.topic) == ("live", "m", "replay-again-experiences")
-    environ = replay_request.environ(lineage="again", until_end=True)
+    environ = replay_request.environ(lineage="again", job={"until_end": True})
     assert environ["HEADRACE_TRAINER__LINEAGE"] == '"again"'
-    assert environ["HEADRACE_TRAINER__UNTIL_END"] == "true"
+    assert environ["HEADRACE_TRAINER__JOB"] == "{until_end = true}"
     assert environ["HEADRACE_TRAINER__BASE"] == '"base"'
     assert environ["HEADRACE_BUS__ADDRESS"] == '"bus:9092"'
     assert int(environ["HEADRACE_SCORER__FUNCTION_WORKERS"]) >= 2

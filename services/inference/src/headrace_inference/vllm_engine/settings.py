@@ -24,6 +24,7 @@ class VllmSettings(Section):
     COMMON: ClassVar = ()
     SHARED: ClassVar = ("dtype", "sequences_max", "waiting_max", "context_tokens_max", "probe_tolerance")
     FIXED: ClassVar = {"graphs": Fixed(True)}
+    PARAMETERS: ClassVar = ("batch_tokens_max",)
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Type of weights and KV; `auto` is float32 on a CPU and the checkpoint's own on a GPU."""
@@ -31,7 +32,7 @@ class VllmSettings(Section):
     """GPUs that share one version."""
     batch_tokens_max: Annotated[int, Field(ge=64)] = 2048
     """Tokens computed in one step. A longer prompt is split so that other sequences keep decoding. On a CPU no prompt
-    is split, and a step may be as long as the context."""
+    is split, and a step may be as long as the context. More tokens would delay the other sequences of a step."""
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Largest accepted difference between the engine's logprobs and a manifest's fingerprint. None: 0.001; about 0.1
     suits bfloat16."""

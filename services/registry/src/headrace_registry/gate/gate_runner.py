@@ -44,8 +44,7 @@ class GateProgram(Protocol):
 
 @dataclass(slots=True)
 class Attempts:
-    """Number of runs that were begun for each version, and the error of each version whose runs have failed
-    `gate.attempts` times."""
+    """Attempts that each version has begun, and the error of each version that has used up its attempts."""
 
     begun: Counter[str] = field(default_factory=Counter)
     failed: dict[str, str] = field(default_factory=dict)

@@ -93,7 +93,7 @@ class ShadowRunner:
         self._running: dict[tuple[str, int], asyncio.Task[None]] = {}
 
     async def tick(self, model: str) -> None:
-        """Begin to answer those prompts of a model that are due, at most `shadow.concurrency` at a time.
+        """Begin to answer the prompts of a model that are due, a few at a time.
 
         Raises errors that must end the process.
         """

@@ -135,9 +135,9 @@ class LifecycleInputs:
     probe_timed_out: bool = False
     """Whether live replicas have had `probe_timeout_s` to load and probe the candidate."""
     failures: Mapping[str, str] = field(default_factory=dict)
-    """Candidates whose trials have failed `gate.attempts` times, with the error."""
+    """Candidates whose trials have failed as often as they may, with the reason."""
     unmeasured: Mapping[str, str] = field(default_factory=dict)
-    """Versions whose audits have failed `gate.attempts` times, with the error."""
+    """Versions whose audits have failed as often as they may, with the reason."""
     rollouts: Mapping[str, bool] = field(default_factory=dict)
     """For each version for which an operator requested a kind of rollout, whether that kind needs a rollout on live
     traffic."""

@@ -105,9 +105,9 @@ OPMD = Algorithm("opmd", "opmd", LATE)
 
 
 class StepWiseSettings(Section):
-    """Constants of step-wise GRPO."""
+    """Settings of step-wise GRPO, `[trainer.advantage.step_wise_grpo]`."""
 
-    PARAMETERS: ClassVar = ("step_norm", "turn_decay", "turn_weight")
+    PARAMETERS: ClassVar = ("step_norm", "turn_weight")
 
     step_norm: bool = False
     """Divide a run's advantage by the number of its turns, so that a long run weighs no more than a short one. Not in
@@ -115,7 +115,7 @@ class StepWiseSettings(Section):
     turn_weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the rewards of turns relative to that of the run: both are in standard deviations."""
     turn_decay: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Discount of a later turn's reward for the turn before it. 1 as in the paper."""
+    """Discount of a later turn's reward for the turn before it. 0: a turn gets its own reward alone."""
 
 
 def _section(settings: AdvantageSettings) -> StepWiseSettings:
