@@ -116,13 +116,13 @@ class UpstreamSettings(Section):
     hold_s: Positive = 60.0
     """How long a request waits for a replica that can serve it, retries included, before it fails."""
     routing_wait_s: Positive = 10.0
-    """How long a request waits for the first routing table after the start, which the gateway reads from the bus within
-    a second or two."""
+    """How long a request waits for the first routing table after the start: longer than reading it from the bus, and
+    shorter than clients wait for an answer."""
     request_timeout_s: Positive = 600.0
     """How long one request may take altogether."""
     probe_timeout_s: Positive = 2.0
     """How long a check of a silent replica's health may take. After two failed checks the replica hangs, and its calls
-    move to another one. A replica answers within milliseconds, because no step blocks its event loop."""
+    move to another one. A replica's event loop answers at once, whatever its engine computes."""
     stall_timeout_s: Positive = 60.0
     """How long a replica that has begun to answer may be silent before its work is moved to another: many times the
     step of a large model on a CPU."""

@@ -130,8 +130,8 @@ class PairSettings(Section):
     wait_s: Positive = 600.0
     """Seconds that a run waits for another run of its task before it gets an abstention. A later run revises it."""
     window_s: Positive = 14_400.0
-    """Seconds for which a run can be compared with later runs: a task that comes back within hours finds its last
-    run, and the database keeps few of them."""
+    """Seconds for which a run can be compared with later runs. Four hours cover a working session, and bound the runs
+    that the database keeps."""
 
     @property
     def comparable_s(self) -> float:

@@ -167,7 +167,8 @@ class MemorySettings(Section):
     queue_experiences: Annotated[int, Field(ge=1, le=16_384)] = 1024
     """Experiences that may wait for a batch; when it is full the bus is not read."""
     queue_tokens: Count = 1_000_000
-    """Tokens of those experiences, whichever bound is reached first: about 200 MB."""
+    """Tokens of those experiences, whichever bound is reached first. It bounds the memory of the
+    queue and the size of a save."""
     sequence_tokens: Annotated[int, Field(ge=2)] | None = None
     """Longer sequences are dropped as `too_long`; so are those beyond the model's own context and a million tokens.
     None: as many tokens as fit into the free memory at the start, which the log reports as `sequence_bound`."""

@@ -160,7 +160,7 @@ class LearnedSettings(Section):
     """Features that the agent controls by its actions. They are learned, but the reward is computed with their mean
     values. Otherwise training would teach the agent to look like a good run."""
     thumbs_min: Annotated[int, Field(ge=10)] = 30
-    """Thumbs that it needs before it scores runs: with fewer, its intervals are wider than `width_max`."""
+    """Thumbs that it needs before it scores runs: fewer say little about its many features."""
     width_max: Share = 0.6
     """Largest width of the 90 % interval of a run's value. Above it the model abstains."""
     refit_s: Annotated[float, Field(gt=0)] = 30.0

@@ -112,7 +112,8 @@ GSPO = Algorithm("grpo", "gspo", {"loss.agg_mode": "seq-mean-token-mean"})
 
 
 class CispoSettings(Section):
-    """Constants of the loss of CISPO (clipped importance sampling), from the paper."""
+    """Constants of the loss of CISPO (clipped importance sampling): no lower bound, as in the paper, and the upper one
+    of `loss.clip_high`."""
 
     PARAMETERS: ClassVar = ("clip_high", "clip_low")
 

@@ -54,7 +54,7 @@ class BaselineSettings(Section):
     baseline: Literal["mean", "logavgexp"] = "mean"
     """The baseline of a group: the mean of its runs, or the softer maximum of the formula."""
     tau: Annotated[float, Field(gt=0)] = 1.0
-    """Temperature of the softer maximum: the smaller, the nearer to the group's best run. 1 as in the paper."""
+    """Temperature of the softer maximum: the smaller, the nearer to the group's best run. 1 as in Trinity-RFT."""
 
 
 class OpmdSettings(Section):
@@ -110,8 +110,8 @@ class StepWiseSettings(Section):
     PARAMETERS: ClassVar = ("step_norm", "turn_weight")
 
     step_norm: bool = False
-    """Divide a run's advantage by the number of its turns, so that a long run weighs no more than a short one. Not in
-    the paper."""
+    """Divide a run's advantage by the number of its turns, so that a long run weighs no more than a short one. Off,
+    as in Trinity-RFT."""
     turn_weight: Annotated[float, Field(ge=0)] = 1.0
     """Weight of the rewards of turns relative to that of the run: both are in standard deviations."""
     turn_decay: Annotated[float, Field(ge=0, le=1)] = 1.0
