@@ -51,8 +51,8 @@ def read(tmp_path: Path, text: str) -> TrainerSettings:
         ("batch_experiences = 4\nbatch_experiences_min = 5", r"batch_experiences_min = 5: is more than"),
         ("memory.queue_experiences = 10", r"queue_experiences = 10: a batch needs 64"),
         (
-            "memory.queue_tokens = 10\nmemory.sequence_tokens = 11",
-            r"memory\.sequence_tokens = 11: at most 10 tokens wait",
+            "memory.sequence_tokens = 1000001",
+            r"memory\.sequence_tokens = 1000001: at most 1000000 tokens wait",
         ),
         ("advantage.kind = 'gae'", r"trainer\.advantage\.kind = 'gae'"),
         ("loss.clip_hgih = 0.3", r"trainer\.loss\.clip_hgih = 0\.3: unknown; did you mean 'clip_high'\?"),
