@@ -29,9 +29,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from headrace_runtime.errors import SettingError
-from headrace_trainer.algorithms.settings import CriticSettings
+from headrace_trainer.algorithms.settings import CriticSettings, TeacherSettings
 from headrace_trainer.learner import Abandoned, LearnerLost
-from headrace_trainer.settings import LoraSettings, TeacherSettings, TrainerSettings
+from headrace_trainer.settings import LoraSettings, TrainerSettings
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.policy import Policy
 
