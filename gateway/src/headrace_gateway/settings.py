@@ -111,13 +111,12 @@ class CaptureSettings(Section):
 class UpstreamSettings(Section):
     """How replicas are called, and how long failures of replicas are hidden from clients."""
 
-    PARAMETERS: ClassVar = ("probe_timeout_s", "routing_wait_s", "stall_timeout_s")
+    PARAMETERS: ClassVar = ("probe_timeout_s", "stall_timeout_s")
 
     hold_s: Positive = 60.0
     """How long a request waits for a replica that can serve it, retries included, before it fails."""
     routing_wait_s: Positive = 10.0
-    """How long a request waits for the first routing table after the start: longer than reading it from the bus, and
-    shorter than clients wait for an answer."""
+    """How long a request waits for the first routing table after the start."""
     request_timeout_s: Positive = 600.0
     """How long one request may take altogether."""
     probe_timeout_s: Positive = 2.0

@@ -118,11 +118,13 @@ async def test_the_gateway_is_killed_with_a_full_spool_while_the_bus_is_away(
 async def test_started_without_a_bus_it_takes_feedback_and_tells_agents_when_to_come_back(
     tmp_path: Path, mortal_bus: BrokerProcess
 ) -> None:
-    async with circle(tmp_path, mortal_bus.address, FakeReplica()) as running_circle:
+    async with circle(
+        tmp_path, mortal_bus.address, FakeReplica(), GATEWAY__UPSTREAM__ROUTING_WAIT_S=0.2
+    ) as running_circle:
         await asyncio.to_thread(running_circle.gateway.stop)
         await asyncio.to_thread(mortal_bus.kill)
         await asyncio.to_thread(running_circle.gateway.start)
-        async with httpx2.AsyncClient(base_url=running_circle.gateway.url, timeout=60) as client:
+        async with httpx2.AsyncClient(base_url=running_circle.gateway.url) as client:
             body = {"model": running_circle.model, "messages": [{"role": "user", "content": "x"}]}
             refused = await client.post("/v1/chat/completions", json=body)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")

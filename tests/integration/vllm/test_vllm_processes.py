@@ -48,6 +48,7 @@ VLLM = {
     "INFERENCE__VLLM__START_TIMEOUT_S": START_S,
 }
 PATIENT = {
+    "GATEWAY__UPSTREAM__ROUTING_WAIT_S": STEP_S,
     "GATEWAY__UPSTREAM__HOLD_S": STEP_S,
 }
 """Replicas are killed here, which closes their connections at once: no test waits for one that hangs."""

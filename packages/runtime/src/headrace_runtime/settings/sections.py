@@ -183,11 +183,12 @@ class DatabaseSettings(Section):
     """Database of the services' state."""
 
     COMMON: ClassVar = ("url",)
+    PARAMETERS: ClassVar = ("pool_size",)
 
     url: SecretStr = SecretStr("sqlite")
     """`sqlite` for one file per service under `data_dir`, or `postgresql://user:password@host/database`."""
     pool_size: Annotated[int, Field(ge=1, le=100)] = 5
-    """Number of connections per service (PostgreSQL only)."""
+    """Number of connections per service (PostgreSQL only): all services take half of PostgreSQL's default limit."""
 
 
 class BlobSettings(Section):
