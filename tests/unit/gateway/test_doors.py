@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from headrace_gateway import http as gateway_http
-from headrace_gateway.app import trinity_door
+from headrace_gateway.app import serve_trinity_port
 from headrace_gateway.settings import GatewaySettings, LimitSettings, TotalLimitSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import (
