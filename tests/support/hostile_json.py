@@ -29,10 +29,12 @@ import httpx2
 import headrace_schemas
 from headrace_schemas.values import ids
 from headrace_schemas.values.ids import decode_name
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 from tests.support.turns import ask, closed, user
 
-EXAMPLES_FOLDER = Path(headrace_schemas.__file__).parent / "examples"
+EXAMPLES: dict[str, dict[str, dict[str, Any]]] = json.loads(
+    (Path(headrace_schemas.__file__).parent / "examples.json").read_bytes()
+)
 SESSION = "s"
 KEY = ids.session_key("default", SESSION)
 RESPONSES = [ids.response_id(KEY) for _ in range(3)]
@@ -89,8 +91,7 @@ ASKED = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "seed": 7, "stop": ["end
 
 def event_examples(topic: str) -> dict[str, dict[str, Any]]:
     """Return the published examples of the events of a topic by name."""
-    examples: dict[str, dict[str, Any]] = json.loads((EXAMPLES_FOLDER / f"{topic}.json").read_bytes())
-    return examples
+    return copy.deepcopy(EXAMPLES[topic])
 
 
 def _trajectory() -> dict[str, Any]:
