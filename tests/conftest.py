@@ -18,7 +18,7 @@ import typer.main
 import typer.testing
 
 from tests.support import presence, processes, servers
-from tests.support.seeds import FIXED
+from tests.support.presence import FIXED
 from tests.support.servers import BrokerProcess, KafkaNode
 
 processes.start_reaper()

@@ -1,4 +1,6 @@
-"""Tests of the console on running stacks: pages in a real browser, decisions, reasons for missing training, kills."""
+"""Tests of the console on running stacks: pages in a real browser, decisions, reasons for missing training, kills;
+and its pictures.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import structlog
+from PIL import Image
 
-from tests.console import causes, kills, memory_stack, pictures, walk
+from headrace_operations.supervisor import read
+from headrace_schemas.http.stack_access import make_login_token
+from tests.console import causes, kills, memory_stack, walk
 from tests.support import presence, tiny_model
 from tests.system.program import Line, Program, Run, at_most
 
@@ -23,11 +28,15 @@ PARTS: dict[str, Callable[[Path, Path], Iterator[Line]]] = {
 """Parts by name. Each part gets its own folder and the folder of a base model."""
 _WITHOUT_BROWSER = ("causes", "kills")
 _PICTURE_BYTES_MAX = 100_000
+BROWSER = Path(__file__).with_name("browser.py")
+PICTURES = (("console", "/", 664),)
+"""Name of the file, path of the page, and height of the screenshot in CSS pixels."""
+_WIDTH, _SCALE, _COLOURS = 1000, 1.5, 48
 
 
 def play(run: Run) -> None:
     if run.options.pictures is not None:
-        paths = pictures.take(run.options.pictures, run.options.data_dir)
+        paths = take_pictures(run.options.pictures, run.options.data_dir)
         run.add(*(at_most(f"bytes of {path.name}", path.stat().st_size, _PICTURE_BYTES_MAX) for path in paths))
         return
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
@@ -51,3 +60,24 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 PROGRAM = Program("Open the console of running stacks in a browser.", play, _add_arguments)
+
+
+def take_pictures(folder: Path, data_dir: Path) -> list[Path]:
+    """Write screenshots of the stack with the data directory `data_dir` to `folder`, in the light theme and with few
+    colours.
+    """
+    task = {
+        "task": "pictures",
+        "url": read(data_dir).services["console"].url,
+        "login": f"/login?token={make_login_token(data_dir)}",
+        "pictures": PICTURES,
+        "folder": str(folder.absolute()),
+        "width": _WIDTH,
+        "scale": _SCALE,
+    }
+    paths = [Path(path) for path in presence.drive(BROWSER, task)["written"]]
+    for path in paths:
+        with Image.open(path) as picture:
+            reduced = picture.convert("RGB").quantize(_COLOURS, dither=Image.Dither.NONE)
+        reduced.save(path, optimize=True)
+    return paths

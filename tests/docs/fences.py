@@ -133,11 +133,11 @@ def check(text: str, folder: Path) -> None:
 
 _DEMO = "takes minutes; tests/e2e plays the shortened demo"
 NOT_RUN = {
-    ("README.md", "pip install"): "tests/integration/test_wheels.py installs the built wheels and plays the demo",
+    ("README.md", "pip install"): "tests/integration/test_stranger.py installs the built wheels and plays the demo",
     (
         "packages/headrace/README.md",
         "pip install",
-    ): "tests/integration/test_wheels.py installs the built wheels and plays the demo",
+    ): "tests/integration/test_stranger.py installs the built wheels and plays the demo",
     ("README.md", "headrace up"): "runs until Ctrl-C; the stack of the other fences is started with exactly this file",
     ("deploy/README.md", "cp .env.example"): "builds images and starts containers; `make check NAME=compose` does that",
     ("examples/email_agent/README.md", "make demo"): _DEMO,

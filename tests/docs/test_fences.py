@@ -1,7 +1,7 @@
 """Tests that every code fence runs, parses, or is listed in `NOT_RUN` with a reason, and that links and index are
 complete.
 
-Fences that call a running Headrace run in `test_running.py`.
+Fences that call a running Headrace run in `test_tutorials.py`.
 """
 
 from __future__ import annotations

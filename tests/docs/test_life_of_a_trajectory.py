@@ -1,6 +1,6 @@
 """Tests of the claims of `docs/life-of-a-trajectory.md` about the code, and of the trail of a turn through the topics.
 
-`test_running.py` follows a real turn. A trail that is read while services write waits for missing events.
+`test_tutorials.py` follows a real turn. A trail that is read while services write waits for missing events.
 """
 
 from __future__ import annotations

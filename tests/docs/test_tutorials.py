@@ -1,10 +1,11 @@
-"""Tests that run each tutorial like a reader: its files in a folder, its commands in order, in its own environment.
+"""Tests that run each tutorial, and the fences that need a running Headrace, like a reader.
 
 The environment sees the packages of the tests' environment; packages that a page installs stay in it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shutil
@@ -12,13 +13,19 @@ import signal
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
+from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.docs.fences import ROOT, Fence, fences, tutorials
+from headrace import Client
+from headrace_schemas import Turn
+from tests.docs.fences import ROOT, Fence, executed, fences, tutorials
+from tests.docs.stack import BATCH, FOLLOWED, MODEL, Missing, Stack, Trail, follow, read, running
 from tests.support import tiny_model
 from tests.support.processes import free_port, wait_until
 from tests.support.service_process import run_of
@@ -28,6 +35,7 @@ _SHOWN_PORTS = ("8040", "9092")
 """Ports that pages name for a service of their own and for the bus."""
 _READY_S = 300.0
 _STOP_S = 90.0
+WAIT_S = 120.0
 
 
 class Walk:
@@ -174,3 +182,69 @@ def test_held_out_success_rises_with_nothing_but_the_page(tmp_path: Path) -> Non
         output = "".join(walk.walk(fence, 1500) for fence in walk.steps())
     before, after = (float(number) for number in re.findall(r"^([01]\.\d{3})$", output, re.MULTILINE))
     assert after - before >= RISE_MIN, output
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Yield one running Headrace for all pages."""
+    with running(tmp_path_factory.mktemp("stack")) as started:
+        yield started
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_a_turn_takes_the_way_of_the_story(stack: Stack) -> None:
+    """Follow a turn through `docs/life-of-a-trajectory.md`: its steps are exactly those on the page.
+
+    This test is the first on its stack, because waiting experiences of others would enter its batches.
+    """
+    calls = [call(stack, number) for number in range(2 * BATCH)]
+    turn_ids = await asyncio.gather(*calls)
+    trail = await until_followed(stack, turn_ids[0])
+    assert trail.steps == FOLLOWED
+    before = {turn.version for turn in (await read(stack.bus)).of(Turn) if turn.turn_id in turn_ids}
+    async with httpx.AsyncClient(base_url=stack.gateway, timeout=30) as http:
+        answer = await ask(http, "walk-on", "And now?")
+    assert answer["model"].startswith(f"{MODEL}@")
+    assert answer["model"] not in before, "the swapped weights answer"
+
+
+async def call(stack: Stack, number: int) -> str:
+    """Send a session with one turn and alternately good or bad feedback. Return the turn's id."""
+    session = f"walk-{number}"
+    async with httpx.AsyncClient(base_url=stack.gateway, timeout=60) as http:
+        answer = await ask(http, session, "Who sent the mail about the meeting?")
+
+    def judge() -> None:
+        with Client(stack.gateway) as client, client.session(session, task_id="walk") as judged:
+            judged.feedback(float(number % 2))
+
+    await asyncio.to_thread(judge)
+    return str(answer["id"])
+
+
+async def ask(http: httpx.AsyncClient, session: str, text: str) -> dict[str, str]:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": text}], "max_tokens": 8}
+    response = await http.post("/v1/chat/completions", json=body, headers={"X-Session-Id": session})
+    assert response.status_code == 200, response.text
+    answer: dict[str, str] = response.json()
+    return answer
+
+
+async def until_followed(stack: Stack, turn_id: str) -> Trail:
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return follow(await read(stack.bus), turn_id)
+        except Missing:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(0.5)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fence", executed(stack=True), ids=lambda fence: fence.label)
+def test_code_runs_on_a_running_headrace(fence: Fence, stack: Stack) -> None:
+    stack.add_files(ROOT / fence.page)
+    stack.run(fence)

@@ -43,8 +43,8 @@ from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.trinity_learner.learner import TrinityProcess
 from tests.repo.compose_files import ROOT
 from tests.support import tiny_model
+from tests.support.presence import draw_seed
 from tests.support.processes import wait_until
-from tests.support.seeds import draw_seed
 from tests.support.turns import closed
 
 FOLDERS = ("tests/attack", "tests/chaos", "tests/compose", "tests/support", "benchmarks", "examples", "deploy", "docs")

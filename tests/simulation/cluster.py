@@ -25,10 +25,9 @@ from tests.simulation import agents, faults
 from tests.simulation.agents import Ledger
 from tests.simulation.bus import Bus, Log
 from tests.simulation.database import Server, picture_of
-from tests.simulation.learner import Lesson, lessons_of
 from tests.simulation.loop import Trace, VirtualClock
 from tests.simulation.process import CURRENT, Mishaps, Process, ProcessSlot
-from tests.simulation.services import Gateway, replica, stream_services
+from tests.simulation.services import Gateway, Lesson, lessons_of, replica, stream_services
 from tests.simulation.substitutes import BLOBS, common
 
 QUIET_MAX_S = 300.0

@@ -32,7 +32,7 @@ from headrace_scorer.functions.loading import RewardFunction
 from headrace_scorer.functions.outcomes import CallRequest, Outcome, outcome_of
 from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.settings import ScorerSettings
-from tests.simulation import clients, faust_app, learner
+from tests.simulation import clients, faust_app, services
 from tests.simulation.database import open_database
 from tests.simulation.loop import VirtualClock, world
 from tests.simulation.process import TaskGroup
@@ -165,7 +165,7 @@ def _names() -> Mapping[str, Any]:
         "headrace_scorer.app._FORGET_INTERVAL_S": 20.0,
         "headrace_scorer.app._MEASURE_INTERVAL_S": 20.0,
         "headrace_scorer.scoring._POLL_S": 6.0,
-        **learner.STANDS_FOR,
+        **services.STANDS_FOR,
     }
 
 

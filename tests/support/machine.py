@@ -1,4 +1,6 @@
-"""Conditions of a machine: a full disk, a wrong clock of a process, and the time that blocks an event loop."""
+"""Conditions of a machine (a full disk, a wrong clock of a process, the time that blocks an event loop), and the
+operations that work costs.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,12 @@ import os
 import shutil
 import struct
 import subprocess
-from collections.abc import AsyncIterator, Iterator
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from types import FrameType
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
@@ -163,3 +167,26 @@ async def blocked() -> AsyncIterator[Block]:
         running.cancel()
         block.busy_s = watch.take()
         gc.enable()
+
+
+def count_operations(work: Callable[[], object]) -> int:
+    """Run `work`, and return the number of bytecode instructions that it executes in this thread.
+
+    Work inside of one instruction, such as a copy of a set, counts as one.
+    """
+    count = 0
+
+    def trace(frame: FrameType, event: str, _argument: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count

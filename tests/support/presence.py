@@ -1,15 +1,20 @@
-"""Parts of a pytest run: the external servers and programs that tests need, and the display of its progress.
+"""Parts of a pytest run: seeds of random tests, the external servers and programs that tests need, and the display of
+its progress.
 
 `drive` runs a program with the Chromium of Debian in the environment `.venv-browser`. Progress is printed because
 pytest itself prints a line only when it is full of dots, which takes an hour with tests of several minutes.
+
+The default is fixed, so that a failing run points at the change under test. `make test TEST_SEED=random` explores.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
+import zlib
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,13 +29,16 @@ from tests.support.servers import missing_kafka
 REQUIRED = frozenset(filter(None, os.environ.get("REQUIRED_SERVERS", "").split(",")))
 """Names whose absence is a failure: continuous integration sets all of them."""
 
-
 CLIENTS = Path(__file__).parents[2] / ".venv-clients" / "bin" / "python"
 """Python of the environment with agents of other projects; see the group `clients` in pyproject.toml."""
 
-
 HELM = Path(__file__).parents[2] / ".venv-helm"
 """Folder with helm, kubeconform and the schemas that the chart must conform to."""
+_SETTING = os.environ.get("TEST_SEED", "0")
+_NUMBER = random.SystemRandom().randrange(2**31) if _SETTING == "random" else int(_SETTING)
+
+FIXED = _SETTING != "random"
+"""Whether every run with the same setting draws the same seeds."""
 
 
 def _program(name: str) -> Callable[[], str | None]:
@@ -137,3 +145,10 @@ def _write(reporter: pytest.TerminalReporter, line: str) -> None:
     reporter.ensure_newline()
     reporter.write_line(line)
     reporter.flush()
+
+
+def draw_seed(label: str | None = None) -> int:
+    """Return a 32-bit seed for `label`, by default for the running test, and print the command that repeats it."""
+    label = label or os.environ["PYTEST_CURRENT_TEST"].rsplit(" ", 1)[0]
+    print(f"TEST_SEED={_NUMBER}")
+    return zlib.crc32(f"{_NUMBER}:{label}".encode())

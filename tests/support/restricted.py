@@ -32,7 +32,7 @@ from headrace_trainer.batches.batch import Row
 from headrace_trainer.experiences.restrictions import SetBuilder
 from headrace_trainer.settings import ComputeSettings, LoraSettings
 from headrace_trainer.torch_learner.model.policy import Policy
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 from tests.support.turns import START, ask, user
 
 VOCABULARY = 320

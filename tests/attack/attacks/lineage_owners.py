@@ -29,7 +29,7 @@ from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.lineage.store import LineageStore, LineageTaken
 from headrace_trainer.settings import TrainerSettings
-from tests.simulation import learner
+from tests.simulation import services
 from tests.support import tiny_model
 from tests.support.processes import wait_until
 from tests.support.servers import BrokerProcess
@@ -172,7 +172,7 @@ def _light_models() -> Iterator[None]:
     own.
     """
     with contextlib.ExitStack() as stack:
-        for name, substitute in learner.AS_TORCH.items():
+        for name, substitute in services.AS_TORCH.items():
             stack.enter_context(mock.patch(name, substitute))
         # A process that is killed leaves the page cache behind: nothing here waits for the disk.
         stack.enter_context(mock.patch("os.fsync"))
@@ -193,7 +193,7 @@ def _overlap(folder: Path, number: int, seed: int) -> Overlap:
         for ref in saved.blobs().values():
             final.get(ref)
         with final.open_tensors(saved.present) as unpacked:
-            lessons = {lesson.experience_id for lesson in learner.read_frozen((unpacked / WEIGHTS).read_bytes())}
+            lessons = {lesson.experience_id for lesson in services.read_frozen((unpacked / WEIGHTS).read_bytes())}
         overlap.lost = len(overlap.acknowledged - lessons)
     except (CorruptBlob, Unavailable) as error:
         overlap.unreadable.append(f"overlap {number}: {error}")
@@ -227,7 +227,7 @@ def _opened(blobs: BlobStore) -> Lineage:
     while not store.take_over():
         pass
     settings = TrainerSettings(
-        base=str(learner.BASE), model=_MODEL, batch_experiences=1, batch_experiences_min=1, steps_per_version=1
+        base=str(services.BASE), model=_MODEL, batch_experiences=1, batch_experiences_min=1, steps_per_version=1
     )
     return open_lineage(settings, blobs, SystemClock(), store)
 
@@ -240,8 +240,8 @@ def _train(lineage: Lineage, draw: random.Random) -> None:
     lineage.step(batch, mock.Mock(is_set=lambda: False))
 
 
-def _lessons(lineage: Lineage) -> tuple[learner.Lesson, ...]:
-    assert isinstance(lineage.learner, learner.RememberingLearner)
+def _lessons(lineage: Lineage) -> tuple[services.Lesson, ...]:
+    assert isinstance(lineage.learner, services.RememberingLearner)
     return lineage.learner.lessons
 
 

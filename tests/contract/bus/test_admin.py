@@ -19,7 +19,7 @@ from headrace_runtime.errors import SettingError
 from headrace_runtime.kafka import topics
 from headrace_runtime.settings.sections import BusSettings
 from tests.contract.bus.conftest import CreateTopic
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 from tests.support.servers import BrokerProcess
 from tests.support.wire_client import administering, consuming, eventually, everything, producing
 

@@ -18,7 +18,7 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka.errors import KafkaError, ProducerFenced
 
 from tests.contract.bus.conftest import CreateTopic
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 from tests.support.servers import KAFKA_JARS, BrokerProcess, KafkaNode, missing_kafka
 from tests.support.wire_client import administering, consuming, create, eventually, everything, producing, take
 

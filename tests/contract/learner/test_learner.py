@@ -29,8 +29,8 @@ from headrace_trainer.torch_learner.learner import TorchLearner
 from tests.contract.learner import promises
 from tests.contract.learner.promises import PROMISES, Opener, Promise
 from tests.docs.fences import ROOT, fences
-from tests.simulation import learner as simulated
-from tests.simulation.learner import RememberingLearner
+from tests.simulation import services
+from tests.simulation.services import RememberingLearner
 from tests.support import tiny_model
 
 
@@ -232,7 +232,7 @@ def test_torch(promise: Promise, name: str, tiny: Folder, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
 def test_the_simulations_learner(promise: Promise, tmp_path: Path) -> None:
-    promise(opener(simulated.BACKEND, simulated.BASE), tmp_path)
+    promise(opener(services.BACKEND, services.BASE), tmp_path)
 
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.__name__)
@@ -244,20 +244,20 @@ def test_the_one_of_the_page(promise: Promise, tmp_path: Path, monkeypatch: pyte
     monkeypatch.delitem(sys.modules, "tally", raising=False)
     module = importlib.import_module("tally")
     (folder := tmp_path / "files").mkdir()
-    promise(Opener(simulated.BASE, lambda lineage: module.Tally(lineage, 0.5)), folder)
+    promise(Opener(services.BASE, lambda lineage: module.Tally(lineage, 0.5)), folder)
 
 
 @pytest.mark.parametrize(("fault", "promise"), FAULTS, ids=lambda parameter: parameter.__name__)
-def test_a_planted_fault_is_found(fault: type[simulated.RememberingLearner], promise: Promise, tmp_path: Path) -> None:
+def test_a_planted_fault_is_found(fault: type[services.RememberingLearner], promise: Promise, tmp_path: Path) -> None:
     with pytest.raises((AssertionError, AttributeError, pytest.fail.Exception)):
-        promise(Opener(simulated.BASE, fault), tmp_path)
+        promise(Opener(services.BASE, fault), tmp_path)
 
 
 def test_each_promise_is_seen_to_fail() -> None:
     assert {promise for _, promise in FAULTS} == set(PROMISES)
 
 
-@pytest.mark.parametrize("kind", [TorchLearner, simulated.RememberingLearner])
+@pytest.mark.parametrize("kind", [TorchLearner, services.RememberingLearner])
 def test_a_learner_has_every_member_of_the_protocol(kind: type[Any]) -> None:
     members = {name: member for name, member in vars(Learner).items() if not name.startswith("_")}
     assert len(members) > 8
@@ -271,7 +271,7 @@ def test_a_learner_has_every_member_of_the_protocol(kind: type[Any]) -> None:
 @pytest.mark.long
 def test_a_missing_member_is_found_where_it_is_written(tmp_path: Path) -> None:
     """mypy checks each learner against the protocol where its back end opens it; this learner lacks `failure`."""
-    source = Path(simulated.__file__).read_text(encoding="utf-8")
+    source = Path(services.__file__).read_text(encoding="utf-8")
     broken, count = re.subn(r"    @property\n    def failure\(self\).*?return None\n\n", "", source, flags=re.DOTALL)
     assert count == 1
     (tmp_path / "broken.py").write_text(broken, encoding="utf-8")

@@ -31,7 +31,7 @@ from tests.simulation.bus import Bus, Group, Member
 from tests.simulation.clients import Consumer
 from tests.simulation.faust_app import App, Event
 from tests.support import presence
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 from tests.support.servers import BrokerProcess, KafkaNode
 
 _APPEND, _COMMIT, _FETCH, _ENDS = Bus.append, Group.commit, Consumer._fetch, Consumer.end_offsets

@@ -24,7 +24,7 @@ from headrace_operations.mirror.logs import PADDING
 from headrace_operations.mirror.side import MirrorConflict
 from tests.integration.conftest import on_each_bus, wipe
 from tests.support import wire_client
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 from tests.support.servers import BrokerProcess
 from tests.support.wire_client import administering, consuming, eventually, producing
 

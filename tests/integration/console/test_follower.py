@@ -35,7 +35,7 @@ from headrace_runtime.settings.sections import BusSettings, Common
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database, migrate
 from headrace_schemas import Turn
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 from tests.support.turns import feedback, turn
 from tests.unit.console.support import BY_PAGE, Stand, form_token
 from tests.unit.console.test_counts import random_history

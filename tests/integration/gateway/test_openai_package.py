@@ -18,7 +18,7 @@ from tests.clients.replica import AgentReplica, trajectories_of
 from tests.integration.conftest import Circle
 from tests.support.fake_replica import LENGTH, Fault
 from tests.support.gateway import Gateway, gateway
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 
 SEARCH: openai.types.chat.ChatCompletionFunctionToolParam = {
     "type": "function",

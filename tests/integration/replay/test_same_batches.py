@@ -29,7 +29,7 @@ from headrace_trainer.settings import TrainerSettings
 from tests.integration.conftest import TrainerProcess
 from tests.integration.replay.conftest import LIVE, ReplayRig
 from tests.support.fake_llm import FakeLLM, verdict
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 from tests.support.turns import ask, closed, user
 from tests.unit.trainer.world import experience
 

@@ -29,7 +29,7 @@ from headrace_schemas import Checkpoint, DeadLetter, Event, Experience, Training
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.source import BusReplaced, KafkaSource
 from tests.integration.conftest import TrainerProcess
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 from tests.support.wire_client import administering
 from tests.unit.trainer.world import experience
 

@@ -25,7 +25,7 @@ from headrace_schemas import (
     Turn,
 )
 from tests.simulation.cluster import lessons
-from tests.simulation.learner import tokens_digest
+from tests.simulation.services import tokens_digest
 from tests.support.training_history import follow
 
 if TYPE_CHECKING:

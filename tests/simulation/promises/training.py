@@ -14,8 +14,7 @@ from headrace_schemas.events.checkpoint import PartitionRead
 from headrace_schemas.programs import RecordedBatch, recorded_batches
 from headrace_trainer.replay import DryRun
 from tests.simulation.cluster import lessons, saved_lineage, saved_optimizer
-from tests.simulation.learner import pending_lessons
-from tests.simulation.services import MAX_STALENESS, TRAINER
+from tests.simulation.services import MAX_STALENESS, TRAINER, pending_lessons
 from tests.simulation.substitutes import right
 from tests.support.training_history import follow
 

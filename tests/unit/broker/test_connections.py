@@ -29,7 +29,7 @@ from headrace_broker.protocol.fetch import (
 from headrace_broker.protocol.metadata import MetadataRequest, MetadataResponse, RequestHeader
 from headrace_broker.server import listening_socket
 from headrace_broker.wire import encode
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 from tests.support.wire_client import WireClient, batch
 from tests.unit.broker.conftest import Live, Run
 

@@ -19,7 +19,7 @@ from headrace_broker.store import Store
 from headrace_broker.store_format import position
 from headrace_broker.wal_sums import FileChecksums
 from headrace_schemas import DeadLetter
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 from tests.support.wire_client import batch
 from tests.unit.broker.conftest import ALL, Harness, Run
 

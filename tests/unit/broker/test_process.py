@@ -27,8 +27,8 @@ from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.topics import check_login, client_options
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
+from tests.support.presence import draw_seed
 from tests.support.processes import free_port
-from tests.support.seeds import draw_seed
 from tests.support.servers import BrokerProcess
 from tests.support.turns import experience
 

@@ -27,7 +27,7 @@ from headrace_broker.errors import Code, Malformed
 from headrace_broker.protocol.groups import OffsetFetchRequest, OffsetFetchTopic
 from headrace_broker.protocol.metadata import RequestHeader
 from headrace_broker.wire import Form, WireReader, decode, encode
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 from tests.support.wire_client import batch, corrupted, patched
 from tests.unit.broker.conftest import Live, Run
 

@@ -36,7 +36,7 @@ from headrace_schemas.programs import ShortRun
 from headrace_schemas.values.blobs import BlobRef
 from headrace_schemas.values.ids import session_key
 from headrace_statistics.intervals import Mean, Score, certainty_above
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 
 VERSION = "m@000000000000"
 

@@ -20,7 +20,7 @@ from headrace_collector.continuations import EqualReplies
 from headrace_collector.facts import Contents, TurnContent, TurnFacts
 from headrace_collector.runs import RunListing, partition_runs
 from headrace_schemas import Message
-from tests.support.operations import count_operations
+from tests.support.machine import count_operations
 
 Session = tuple[Sequence[TurnFacts], Sequence[RunListing]]
 

@@ -24,7 +24,7 @@ from headrace_gateway.requests.identity import RequestMetadata, identify
 from headrace_gateway.settings import LimitSettings
 from headrace_schemas import Message, Turn
 from headrace_schemas.rules.turn_history import token_bytes
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 from tests.support.tokenizer_families import TEMPLATES, render
 from tests.support.turns import START, after, ask, user
 

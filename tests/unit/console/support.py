@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import random
 import re
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -20,6 +21,7 @@ from headrace_console.app import Console, SecurityHeaders
 from headrace_console.read_model.batch import Batch, LogEvent
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.rows import Names
+from headrace_console.read_model.verdicts import feedback_id, item_id
 from headrace_console.settings import ConsoleSettings, UserSettings
 from headrace_console.sources import clients
 from headrace_console.users import Role
@@ -31,10 +33,13 @@ from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Refused
 from headrace_runtime.http.guard import WebGuard
 from headrace_runtime.settings.sections import BusSettings, Common, DatabaseSettings, SecuritySettings
-from headrace_schemas import Choice, Event, Feedback, Message, Reward, UnitAssignment
+from headrace_schemas import Choice, Event, Feedback, Message, Reward, Turn, UnitAssignment
 from headrace_schemas.values.ids import response_id, session_key
 from tests.support.remembered import make_tables
 from tests.support.turns import START, trajectory, turn
+
+RATERS = ("ann", "ben", "cat")
+
 
 ORIGIN = "http://127.0.0.1:8040"
 BY_PAGE = {"origin": ORIGIN, "sec-fetch-site": "same-origin"}
@@ -226,3 +231,32 @@ async def next_item(client: httpx2.AsyncClient, queue: str, **fields: str) -> st
 async def rate(client: httpx2.AsyncClient, item: str, answer: str, number: int = 1) -> httpx2.Response:
     form = {"form_token": await token_of(client), "answer": answer, "number": str(number)}
     return await client.post(item, data=form, headers=BY_PAGE)
+
+
+def verdict(call: Event, rater: str, *, number: int = 1, repeated: bool = False, **answer: object) -> Feedback:
+    """Return the verdict of `rater` about the session of `call` in the queue `help`."""
+    assert isinstance(call, Turn)
+    item = item_id(call.tenant, "help", call.session_key)
+    fields = {"level": "turn", **answer} if "preference" not in answer else answer
+    return Feedback.model_validate(
+        {
+            "time": START, "feedback_id": feedback_id(item, rater, number, repeated=repeated), "source": "review:help",
+            "rater": rater, "session_key": call.session_key, "msg_ids": (call.turn_id,), **fields,
+        }
+    )  # fmt: skip
+
+
+def scores(sessions: int) -> tuple[list[Event], dict[int, dict[str, float]]]:
+    """Return events and scores by session and rater. Some scores are missing, and the judge rounds up to 0.5."""
+    draws, events, table = random.Random(5), list[Event](), dict[int, dict[str, float]]()
+    for number in range(sessions):
+        session = session_of(number)
+        events += session
+        truth = draws.randrange(5)
+        table[number] = {
+            rater: (truth if draws.random() < 0.7 else draws.randrange(5)) / 4
+            for rater in RATERS
+            if draws.random() < 0.8
+        }
+        events += [verdict(session[0], rater, value=value) for rater, value in table[number].items()]
+    return events, table

@@ -29,8 +29,8 @@ from headrace_runtime.storage.database import Database
 from headrace_schemas import Event, RevertedOutcome, Reward, TrainingOutcome, Trajectory
 from headrace_schemas.events.checkpoint import RestoredOutcome
 from headrace_schemas.values.ids import response_id, session_key
+from tests.support.presence import draw_seed
 from tests.support.remembered import make_tables
-from tests.support.seeds import draw_seed
 from tests.support.turns import START, experience, letter, report, trajectory, turn, verdict
 from tests.unit.cli.test_turn_account import STATES
 

@@ -29,8 +29,8 @@ from headrace_runtime.storage.database import Database
 from headrace_schemas import Event, Feedback, Reward, TrainingMetrics
 from headrace_schemas.values.ids import response_id, session_key
 from tests.support.machine import blocked
+from tests.support.presence import draw_seed
 from tests.support.remembered import make_tables
-from tests.support.seeds import draw_seed
 from tests.support.turns import START, experience, letter, report, trajectory, turn, verdict
 from tests.unit.console.support import (
     BY_PAGE,

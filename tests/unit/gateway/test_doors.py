@@ -47,8 +47,8 @@ from headrace_schemas.values.bounds import JSON_DEPTH_MAX
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import Gateway, gateway, until
 from tests.support.hostile_json import KEY, RESPONSES, bases, requests
+from tests.support.presence import draw_seed
 from tests.support.processes import free_port
-from tests.support.seeds import draw_seed
 from tests.support.turns import START, ask, user
 from tests.unit.collector.conftest import collector, pass_time
 from tests.unit.scorer.conftest import half, scorer

@@ -38,7 +38,7 @@ from headrace_schemas.values import ids
 from tests.support.drawn_conversations import PARAMETERS, STOP, DrawnConversation
 from tests.support.fake_replica import VERSION
 from tests.support.gateway import lenient
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 
 ANSWERS = 300
 KEY = ids.session_key("default", "s")

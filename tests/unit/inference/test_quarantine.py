@@ -22,7 +22,7 @@ from headrace_inference.torch_engine.engine import TorchEngine
 from headrace_inference.torch_engine.loader import Loader, Model
 from headrace_inference.torch_engine.sampler import mask_forbidden
 from headrace_inference.torch_engine.sequence import Sequence
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 from tests.unit.inference.conftest import Models, prompt_of, sample
 
 POISON = [7, 7, 7, 7]

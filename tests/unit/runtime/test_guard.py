@@ -23,7 +23,7 @@ from headrace_runtime.http.guard import ReplicaTrust, WebGuard, sign_replica
 from headrace_runtime.settings.sections import SecuritySettings, ServiceSettings
 from headrace_schemas import Replica
 from tests.support.fake_replica import FakeReplica
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 
 METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
 JSON = {"content-type": "application/json"}

@@ -31,7 +31,7 @@ from headrace_runtime.settings.sections import Common, SecuritySettings, Service
 from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas.values.ids import decode_name
 from tests.support.machine import full_error
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 
 HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
 

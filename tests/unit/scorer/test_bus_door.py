@@ -24,7 +24,7 @@ from headrace_scorer import api
 from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.settings import ScorerSettings
 from tests.support.hostile_json import event_examples, mutated
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 from tests.support.streams import Bench
 from tests.support.turns import ask, closed, feedback, user
 from tests.unit.collector.conftest import collector, pass_time

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from headrace_statistics.agreement import alpha, bootstrap_interval, kappa, nominal, raw_agreement, squared
-from tests.support import seeds
+from tests.support import presence
 
 LETTERS = (
     "ab bb aa aa bb aa aa aa ba aa aa ab aa aa ba aa aa ba aa aa ab aa ab aa bb bb aa bb ba bb bb aa ba bb aa ab ba ab "
@@ -114,7 +114,7 @@ def _kappa_by_shares(items: Counter[tuple[Any, Any]]) -> Fraction:
 
 @pytest.mark.parametrize("case", range(40))
 def test_coefficients_of_random_answers_equal_exact_arithmetic(case: int) -> None:
-    draws = random.Random(seeds.draw_seed())
+    draws = random.Random(presence.draw_seed())
     levels, raters = draws.randint(2, 5), draws.randint(2, 6)
     items = [
         [None if draws.random() < 0.3 else draws.randrange(levels) / 4 for _ in range(raters)]

@@ -11,7 +11,7 @@ import pytest
 
 from headrace_trainer.algorithms.advantages import EPSILON, Advantages, grpo, reinforce_pp, rloo
 from headrace_trainer.algorithms.baselines import Baselines, Decay, Mean
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 
 NUMBERS = itertools.count()
 DECAY = Decay(task=0.9, model=0.99, tasks_max=100)

@@ -29,7 +29,7 @@ from headrace_trainer.lineage import opening
 from headrace_trainer.lineage.versions import check_base
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trainer import Trainer
-from tests.simulation import learner as simulated
+from tests.simulation import services
 from tests.support import packages
 from tests.unit.trainer.world import World, experience
 
@@ -39,7 +39,7 @@ from headrace_trainer.algorithms.losses import Loss
 from headrace_trainer.algorithms.presets import Needs
 from headrace_trainer.algorithms.presets import Algorithm
 from headrace_trainer.backends import Backend
-from tests.simulation.learner import BACKEND
+from tests.simulation.services import BACKEND
 
 class Depth(Section):
     depth: int = 2
@@ -66,7 +66,7 @@ def foreign(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def settings_of(folder: Path, text: str) -> TrainerSettings:
     path = folder / "headrace.toml"
-    path.write_text(f'[trainer]\nbase = "{simulated.BASE}"\n{text}\n', encoding="utf-8")
+    path.write_text(f'[trainer]\nbase = "{services.BASE}"\n{text}\n', encoding="utf-8")
     return load("trainer", TrainerSettings, path, {})[1]
 
 
@@ -114,11 +114,11 @@ def test_a_back_end_has_a_section_of_its_own(tmp_path: Path) -> None:
 async def test_the_check_before_a_start_is_the_back_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[TrainerSettings] = []
     monkeypatch.setattr("headrace_trainer.check._problems", lambda _: iter(()))
-    settings = TrainerSettings(base=str(simulated.BASE))
-    with as_torch(Backend(simulated.BACKEND.open, check=checked.append)):
+    settings = TrainerSettings(base=str(services.BASE))
+    with as_torch(Backend(services.BACKEND.open, check=checked.append)):
         assert await check(mock.Mock(), settings) == []
     assert checked == [settings]
-    with as_torch(simulated.BACKEND):
+    with as_torch(services.BACKEND):
         assert await check(mock.Mock(), settings) == []
 
 
@@ -134,7 +134,7 @@ class Fragile:
         return self.opened[-1]
 
 
-class MortalLearner(simulated.RememberingLearner):
+class MortalLearner(services.RememberingLearner):
     """Learner that can die during a step or after it."""
 
     def __init__(self, lineage: str, how: Callable[[MortalLearner], None] | None) -> None:
@@ -172,13 +172,13 @@ def as_torch(backend: Backend) -> Any:
 
 def settings(**more: Any) -> TrainerSettings:
     small = {"batch_experiences": 4, "batch_experiences_min": 1, "save_interval_s": 1e9, "max_staleness": 9}
-    table = {"base": str(simulated.BASE), "model": "m", "steps_per_version": 3, **small, **more}
+    table = {"base": str(services.BASE), "model": "m", "steps_per_version": 3, **small, **more}
     return TrainerSettings.model_validate(table)
 
 
 def lessons(trainer: Trainer) -> list[tuple[int, str]]:
     assert trainer.lineage is not None
-    assert isinstance(trainer.lineage.learner, simulated.RememberingLearner)
+    assert isinstance(trainer.lineage.learner, services.RememberingLearner)
     return [(lesson.step, lesson.experience_id) for lesson in trainer.lineage.learner.lessons]
 
 

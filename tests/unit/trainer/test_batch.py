@@ -25,8 +25,8 @@ from headrace_trainer.batches.cutting import BEGINNING_OF_TIME, END_OF_TIME, Cut
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.settings import MemorySettings
-from tests.support.operations import count_operations
-from tests.support.seeds import draw_seed
+from tests.support.machine import count_operations
+from tests.support.presence import draw_seed
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_history import chain, name, publish
 from tests.unit.trainer.test_settings import read

@@ -21,7 +21,7 @@ from headrace_trainer.algorithms.settings import AdvantageSettings
 from headrace_trainer.experiences.examples import examples
 from headrace_trainer.experiences.replies import ReplyReader
 from headrace_trainer.experiences.templates import EditWriter
-from tests.support.hindsight_world import OPENING, QUESTION, conversation, encoder, user_message
+from tests.support.tiny_model import OPENING, QUESTION, conversation, encoder, user_message
 from tests.unit.trainer.world import experience
 
 

@@ -243,7 +243,7 @@ def test_what_cannot_work_stops_the_start(tmp_path: Path, lines: str, message: s
 
 
 def test_a_back_end_that_has_no_pairs_refuses_dpo_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.simulation.learner import BACKEND
+    from tests.simulation.services import BACKEND
 
     monkeypatch.setattr("headrace_trainer.torch_learner.TORCH", BACKEND)
     with pytest.raises(

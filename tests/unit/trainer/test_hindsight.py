@@ -33,7 +33,7 @@ from headrace_trainer.torch_learner import hindsight as teaching
 from headrace_trainer.torch_learner.hindsight import HindsightTeacher
 from headrace_trainer.torch_learner.learner import TorchLearner
 from headrace_trainer.torch_learner.model.policy import Policy
-from tests.support.hindsight_world import (
+from tests.support.tiny_model import (
     LETTERS,
     OPENING,
     QUESTION,
@@ -384,7 +384,7 @@ def _share(policy: Policy, prompt: Sequence[int], letters: Sequence[str], encode
 
 def _always(encode: Any, version: str, wrong: Sequence[str], count: int, first: int) -> list[Experience]:
     """Return conversations of users that never want one of the `wrong` letters."""
-    from tests.support.hindsight_world import conversation
+    from tests.support.tiny_model import conversation
 
     draw = random.Random(first)
     events = []

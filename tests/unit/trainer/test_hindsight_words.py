@@ -22,15 +22,7 @@ from headrace_trainer.torch_learner.hindsight import HindsightTeacher
 from headrace_trainer.torch_learner.model.forward import Pack
 from headrace_trainer.torch_learner.model.head import Head
 from headrace_trainer.torch_learner.model.policy import Policy
-from tests.support.hindsight_world import (
-    OPENING,
-    QUESTION,
-    contradiction,
-    conversations,
-    encoder,
-    of_version,
-    user_message,
-)
+from tests.support.tiny_model import OPENING, QUESTION, contradiction, conversations, encoder, of_version, user_message
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_hindsight import (
     GOING_ON,

@@ -27,7 +27,7 @@ from headrace_trainer.torch_learner import learner as learners
 from headrace_trainer.torch_learner import step as steps
 from headrace_trainer.torch_learner.learner import TorchLearner
 from tests.contract.learner.promises import GOING_ON, batch, frozen
-from tests.simulation import learner as simulated
+from tests.simulation import services
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import Bus, World, experience
 
@@ -43,7 +43,7 @@ FAILURES: dict[str, Failure] = {
 }
 
 
-class Learner(simulated.RememberingLearner):
+class Learner(services.RememberingLearner):
     """Learner whose steps fail if they contain rows of certain experiences."""
 
     def __init__(self, lineage: str, poison: Collection[str], failure: Failure, fails: int | None = None) -> None:
@@ -69,7 +69,7 @@ def using(poison: Collection[str], failure: Failure, fails: int | None = None) -
 def settings(**more: Any) -> TrainerSettings:
     small = {"batch_experiences": 5, "batch_experiences_min": 1, "batch_wait_s": 30.0, "max_staleness": 3}
     small |= {"steps_per_version": 1, "save_interval_s": 1e-9, "retry_s": 0.5}
-    return TrainerSettings.model_validate({"base": str(simulated.BASE), "model": "m", **small, **more})
+    return TrainerSettings.model_validate({"base": str(services.BASE), "model": "m", **small, **more})
 
 
 def trained_in(world: World) -> set[str]:
@@ -208,7 +208,7 @@ async def test_a_step_that_succeeds_in_the_end_drops_nothing(
 async def test_rows_that_only_fail_together_do_not_stop_training(tmp_path: Path) -> None:
     """If two rows fail together, one is dropped. If no single row is the cause, the whole batch is dropped."""
 
-    class Together(simulated.RememberingLearner):
+    class Together(services.RememberingLearner):
         def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
             names = {row.experience_id for row in batch.rows}
             if {"e0", "e4"} <= names or len({"e5", "e6", "e8", "e9"} & names) > 2:

@@ -34,7 +34,7 @@ from headrace_trainer.torch_learner.model.pack_sets import AnswerShift, PackSets
 from headrace_trainer.torch_learner.model.policy import Policy
 from headrace_trainer.torch_learner.optimizer import Optimizer
 from headrace_trainer.torch_learner.step import train
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 from tests.unit.trainer.test_forward import open_policy
 from tests.unit.trainer.world import VOCABULARY, experience
 

@@ -32,6 +32,7 @@ from headrace_trainer.experiences.admission import limits_of
 from headrace_trainer.experiences.replies import ReplyReader
 from headrace_trainer.experiences.restrictions import SetBuilder, TokenSetsError
 from tests.support import tiny_model
+from tests.support.presence import draw_seed
 from tests.support.restricted import (
     VOCABULARY as ENGINE_VOCABULARY,
 )
@@ -48,7 +49,6 @@ from tests.support.restricted import (
 from tests.support.restricted import (
     experience_of as engine_experience,
 )
-from tests.support.seeds import draw_seed
 from tests.support.turns import START, after, ask, tool, user
 from tests.unit.inference.test_lenient_schemas import SLOW_FACTORS
 from tests.unit.trainer.conftest import Make

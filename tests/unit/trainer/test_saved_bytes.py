@@ -18,7 +18,7 @@ from headrace_trainer.lineage.saving import sum_bytes
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.torch_learner import tensors
-from tests.simulation import learner as simulated
+from tests.simulation import services
 from tests.support.machine import small_disk
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_crash import result
@@ -149,7 +149,7 @@ def test_store_that_is_no_folder_has_no_disk_of_ours() -> None:
 
 @pytest.fixture
 def _simulated_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    for target, stand_in in simulated.AS_TORCH.items():
+    for target, stand_in in services.AS_TORCH.items():
         monkeypatch.setattr(target, stand_in)
 
 

@@ -34,7 +34,7 @@ from headrace_trainer.experiences.reports import UnreportedOutcomes
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.settings import MemorySettings
-from tests.support.seeds import draw_seed
+from tests.support.presence import draw_seed
 from tests.unit.trainer.test_history import chain, name, publish
 from tests.unit.trainer.world import START, experience
 

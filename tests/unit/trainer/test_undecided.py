@@ -27,7 +27,7 @@ from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.torch_learner import hindsight as teaching
 from headrace_trainer.torch_learner.learner import TorchLearner
 from headrace_trainer.trainer import Trainer
-from tests.support.hindsight_world import conversations, encoder
+from tests.support.tiny_model import conversations, encoder
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.test_batch import named, waiting
 from tests.unit.trainer.test_hindsight import lineage_with_events, teacher_of
