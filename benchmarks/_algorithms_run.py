@@ -18,16 +18,15 @@ from typing import Any
 
 import torch
 
-from benchmarks import _algorithms_users, _corrections, _corridor
+from benchmarks import _algorithms_users, _corrections
 from benchmarks._algorithms_lines import EPISODES, Arm, Plan, RunResult, Stage
 from benchmarks._algorithms_users import GROUP, experiences, feedback, no_functions
-from benchmarks._corridor import Rooms, Walk
+from benchmarks._corrections import Rooms, Walk
 from benchmarks._engine_world import EngineWorld, PlayedRun
 from benchmarks._learning_run import MODEL, SETTINGS, NewestVersion, World
 from email_agent import build_base, demonstrations
-from example_parts.base_model import Lesson
+from example_parts.base_model import Lesson, Schedule
 from example_parts.react import Episode
-from example_parts.warm_up import Schedule
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.settings.sections import complete
 from headrace_runtime.storage.blobs import BlobStore
@@ -45,17 +44,17 @@ for the run."""
 class Corridor(EngineWorld[Walk]):
     """Corridor walks of one seed, with an inference engine."""
 
-    agent, model = _corridor.AGENT, MODEL
+    agent, model = _corrections.AGENT, MODEL
 
     def questions(self, split: str) -> Iterator[Walk]:
-        return _corridor.walks(split, self.seed)
+        return _corrections.walks(split, self.seed)
 
     def tools_of(self, task: Walk) -> Rooms:
         return Rooms(task)
 
     def is_right(self, task: Walk, episode: Episode) -> bool:
-        doors = _corridor.right_doors(task, episode.messages)
-        return len(doors) == _corridor.ROOMS and all(doors)
+        doors = _corrections.right_doors(task, episode.messages)
+        return len(doors) == _corrections.ROOMS and all(doors)
 
 
 async def _play_groups(world: Corridor, version: str, episodes: int) -> list[PlayedRun[Walk]]:
@@ -78,7 +77,7 @@ def _experiences(world: Corridor, run: PlayedRun[Walk], *, doors: bool) -> list[
     ids = [turn.turn_id for turn in turns]
     feedback_events = [feedback(run, msg_ids=ids, level="session", task_id=run.task.id, value=reached_exit)]
     if doors:
-        judged = zip(turns, _corridor.right_doors(run.task, run.episode.messages), strict=False)
+        judged = zip(turns, _corrections.right_doors(run.task, run.episode.messages), strict=False)
         for turn, is_right in judged:
             feedback_events.append(
                 feedback(
@@ -107,7 +106,7 @@ LESSONS: Mapping[str, tuple[Lesson, Schedule]] = {
     "e-mail": (build_base.LESSON, build_base.LESSON.schedule),
     "e-mail, weak base": (build_base.LESSON, _WEAK),
     "e-mail with corrections": (_corrections.LESSON, _corrections.LESSON.schedule),
-    "corridor": (_corridor.LESSON, _corridor.LESSON.schedule),
+    "corridor": (_corrections.CORRIDOR, _corrections.CORRIDOR.schedule),
 }
 
 

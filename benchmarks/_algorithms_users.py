@@ -1,6 +1,6 @@
 """Users of the e-mail agent, one function for each signal, and the experiences that result from their feedback.
 
-The users are those of the demo (`email_agent.users`). The code of collector and scorer makes the experiences as in the
+The users are those of the demo (`email_agent.agent`). The code of collector and scorer makes the experiences as in the
 services: feedback becomes entries, reward functions are called, and the policy combines all rewards. The `shuffle_*`
 functions corrupt signals for control runs: they attach the same feedback to other answers.
 """
@@ -22,8 +22,8 @@ from openai import AsyncOpenAI
 from benchmarks._corrections import correction
 from benchmarks._engine_world import MAX_TOKENS, PlayedRun
 from benchmarks._learning_run import POLICY, SETTINGS, World, function_rewards, scored_experiences, trajectory_of
-from email_agent import users
-from email_agent.tasks import Task
+from email_agent import agent
+from email_agent.mailbox import Task
 from headrace.rewards.natural_signals import signals
 from headrace_schemas import Branch, Experience, Feedback, Trajectory
 from headrace_schemas.events.trajectory import Edit, PreferenceSide, TurnReward
@@ -134,7 +134,7 @@ Signal = Callable[[World, str, int, Random], Awaitable[list[Experience]]]
 
 
 @dataclass(frozen=True)
-class RunWithUser(users.AnsweredQuestion):
+class RunWithUser(agent.AnsweredQuestion):
     """A played run whose user records feedback instead of sending it."""
 
     run: PlayedRun[Task]
@@ -231,14 +231,14 @@ async def _experiences_after_feedback(
     ]
 
 
-async def _edits_and_rewards(run: users.AnsweredQuestion) -> None:
-    await users.edits(run)
-    await users.rewards(run)
+async def _edits_and_rewards(run: agent.AnsweredQuestion) -> None:
+    await agent.edits(run)
+    await agent.rewards(run)
 
 
 async def _turns(run: RunWithUser) -> None:
     """Give feedback on each step of the agent: 1 for right steps, and 0 for the first wrong step."""
-    await users.edits(run)
+    await agent.edits(run)
     wrong = [event.msg_ids[0] for event in run.feedback_events if event.edit is not None]
     run.feedback_events.clear()
     ids = run.episode.response_ids
@@ -246,10 +246,10 @@ async def _turns(run: RunWithUser) -> None:
         await run.send(msg_ids=[turn_id], level="turn", value=1.0)
     for turn_id in wrong:
         await run.send(msg_ids=[turn_id], level="turn", value=0.0)
-    await users.rewards(run)
+    await agent.rewards(run)
 
 
-async def _end_without_feedback(run: users.AnsweredQuestion) -> None:
+async def _end_without_feedback(run: agent.AnsweredQuestion) -> None:
     await run.end()
 
 
@@ -268,7 +268,7 @@ def _correction_signal(*, dealt: bool = False, spliced: bool = False) -> Signal:
         text_of = {id(run.episode): text for run, text in zip(runs, shown_texts, strict=True)}
 
         async def reply(run: RunWithUser) -> None:
-            await users.reply(run, text_of[id(run.episode)], MAX_TOKENS)
+            await agent.reply(run, text_of[id(run.episode)], MAX_TOKENS)
             await run.end()
 
         answered = [run.turns[-1].turn_id for run in runs]
@@ -280,7 +280,7 @@ def _correction_signal(*, dealt: bool = False, spliced: bool = False) -> Signal:
 
 def _next_message(world: World, run: PlayedRun[Task]) -> str:
     if world.is_right(run.task, run.episode):
-        return users.THANKS
+        return agent.THANKS
     return correction(run.task.kind, run.task.expected, run.episode.messages)
 
 
@@ -330,11 +330,11 @@ def _first_difference(run: PlayedRun[Task], other_run: PlayedRun[Task]) -> int |
 
 
 SIGNALS: Mapping[str, Signal] = {
-    "rewards": _signal(users.rewards, function_rewards, POLICY),
-    "groups": _signal(users.rewards, function_rewards, POLICY, times=GROUP),
+    "rewards": _signal(agent.rewards, function_rewards, POLICY),
+    "groups": _signal(agent.rewards, function_rewards, POLICY, times=GROUP),
     "turns": _signal(_turns, function_rewards, WITH_TURNS, times=GROUP),
-    "labels": _signal(users.rewards, no_functions, ALONE),
-    "edits": _signal(users.edits, no_functions, ALONE),
+    "labels": _signal(agent.rewards, no_functions, ALONE),
+    "edits": _signal(agent.edits, no_functions, ALONE),
     "edits and rewards": _signal(_edits_and_rewards, function_rewards, POLICY),
     "pairs": pairs,
     "corrections": _correction_signal(),

@@ -30,12 +30,11 @@ from benchmarks._engine_world import MAX_TOKENS, PLAYERS, CapturingClient
 from benchmarks._gains_lines import Arm, Gain
 from benchmarks._learning_run import SETTINGS, NewestVersion, World, trajectory_of
 from benchmarks._thumbs_world import HINTS, JUDGE, judge_criteria, without_width_limit
+from email_agent import agent
 from email_agent import directions as directed
-from email_agent import users
+from email_agent.agent import AnsweredQuestion
 from email_agent.build_base import LESSON
-from email_agent.tasks import Task
-from email_agent.tools import play
-from email_agent.users import AnsweredQuestion
+from email_agent.mailbox import Task, play
 from headrace_gateway.access.keys import Caller
 from headrace_gateway.requests.feedback import events_of
 from headrace_gateway.requests.feedback_request import FeedbackRequest
@@ -195,24 +194,24 @@ class Scoring:
                 )
 
 
-async def few_thumbs(played: users.AnsweredQuestion, poisoners: float = 0.0) -> None:
+async def few_thumbs(played: agent.AnsweredQuestion, poisoners: float = 0.0) -> None:
     """Type corrections or thanks at the rates of `HINTS`, and rarely give a thumb."""
     rates = {name: up if played.accepted else down for name, (up, down, _) in HINTS.items()}
     if played.draw.random() < rates["corrected"]:
-        await users.reply(played, users.WRONG)
+        await agent.reply(played, agent.WRONG)
     elif played.draw.random() < rates["thanked"]:
-        await users.reply(played, users.THANKS)
-    await users.thumbs(played, share=FEW, poisoners=poisoners)
+        await agent.reply(played, agent.THANKS)
+    await agent.thumbs(played, share=FEW, poisoners=poisoners)
 
 
-async def directions(played: users.AnsweredQuestion) -> None:
+async def directions(played: agent.AnsweredQuestion) -> None:
     """Type which tool to call, as an informed user, or thank the agent."""
     await _reply_and_end(played, directed.direction(played.task, played.tools, played.episode.messages, played.draw)[0])
 
 
-async def only_say_wrong(played: users.AnsweredQuestion) -> None:
+async def only_say_wrong(played: agent.AnsweredQuestion) -> None:
     """Type the same useless message in every session."""
-    await _reply_and_end(played, users.WRONG)
+    await _reply_and_end(played, agent.WRONG)
 
 
 class Misled:
@@ -221,20 +220,20 @@ class Misled:
     def __init__(self) -> None:
         self._before: str | None = None
 
-    async def __call__(self, played: users.AnsweredQuestion) -> None:
+    async def __call__(self, played: agent.AnsweredQuestion) -> None:
         message, _ = directed.direction(played.task, played.tools, played.episode.messages, played.draw)
         text, self._before = self._before or message, message
         await _reply_and_end(played, text)
 
 
-async def _reply_and_end(played: users.AnsweredQuestion, text: str) -> None:
-    await users.reply(played, users.THANKS if played.accepted else text, MAX_TOKENS)
+async def _reply_and_end(played: agent.AnsweredQuestion, text: str) -> None:
+    await agent.reply(played, agent.THANKS if played.accepted else text, MAX_TOKENS)
     await played.end()
 
 
 LESSONS = {"demo": LESSON, "directed": directed.DIRECTED_LESSON}
 USERS: Mapping[str, GiveFeedback] = {
-    **users.SIGNALS,
+    **agent.SIGNALS,
     "directions": directions,
     "directions of others": Misled(),
     "nothing but no": only_say_wrong,

@@ -29,8 +29,7 @@ import torch
 from benchmarks._engine_world import EngineWorld
 from benchmarks._learning_lines import Answers, Arm, Plan, RunResult
 from email_agent import mailbox, rewards, typed
-from email_agent.tasks import Split, Task, stream, tasks
-from email_agent.tools import AGENT, Mailtools
+from email_agent.mailbox import AGENT, Mailtools, Split, Task, stream, tasks
 from example_parts.react import Agent, Episode
 from headrace_collector.closing import build_trajectory
 from headrace_inference.torch_engine.engine import TorchEngine

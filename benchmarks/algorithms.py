@@ -8,7 +8,7 @@ reward of the run alone, on a task of nine turns. Intervals are 95 % intervals o
 the same plays.
 
 Each run is one process with the trainer, the engine and the demo's agent, without services. The e-mail agent's users
-are those of the demo (`email_agent.users`), and `benchmarks._algorithms_lines` assigns signals to algorithms.
+are those of the demo (`email_agent.agent`), and `benchmarks._algorithms_lines` assigns signals to algorithms.
 `hindsight` starts from a base that has seen corrections in its warm-up, and its gain is relative to that base. Results
 are stored under `--parts`, a file for each run, so that an interrupted benchmark continues.
 """

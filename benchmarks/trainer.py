@@ -1,4 +1,5 @@
-"""Costs of a training step: `python -m benchmarks.trainer`. Writes `reports/bench-trainer.json`.
+"""Costs of a training step, and the disk space of a run: `python -m benchmarks.trainer`. Writes
+`reports/bench-trainer.json`.
 
 The lines:
 
@@ -17,24 +18,47 @@ The lines:
 
 Exit status 1 if a line does not hold. The best round counts, which is the least disturbed; the median, the share of the
 rate of matrix products alone, and the peak memory are reported as well. The benchmark takes about 15 minutes.
+
+The trainer's loop trains a model that is built for the run, with a version for each step. A registry in the same
+process promotes every version and enforces its storage limit after each. A thread measures the folder continuously.
+Then the trainer is restarted from the folder, and the champion is rolled back twice. Bus, clock and replicas are those
+of the unit tests, so that only steps and saves take time.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import _disk_use
 from benchmarks._steps import PEERS, SHAPES, Workload, compare_with_trl
 from headrace_cli.terminal import ProgressDisplay
+from headrace_registry.garbage.collector import GarbageCollector
+from headrace_registry.garbage.plan import default_limit
+from headrace_registry.storage.records import ModelRecord
+from headrace_registry.versions.transition import Transition
+from headrace_runtime.settings.sections import complete
+from headrace_runtime.storage.versions import VersionCache, read_manifest
+from headrace_schemas import Checkpoint, ModelEvent
+from headrace_trainer.lineage.saving import default_points_bytes, sum_bytes
+from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.trainer import Trainer
+from tests.support import tiny_model
+from tests.unit.registry.rig import MODEL, Rig
+from tests.unit.trainer.world import World, experience
 
 TOKENS, VOCABULARY = 32_768, 152_000
 PEAK_GB_MAX = 1.5
@@ -47,6 +71,12 @@ GROWN = (4096, 16_384)
 WINDOW = 512
 HELD_MAX = 1.15
 LINES = ("head", "growth", "held", "peers", "disk")
+OVERHEAD_BYTES = 64 << 20
+"""Allowance for databases, manifests, states and logs."""
+_LOOK_S = 0.1
+_BATCH = 4
+_WAIT_S = 900.0
+HUNDRED_MILLION = {"hidden": 1024, "layers": 8, "feed_forward": 4096, "heads": 8, "kv_heads": 4}
 
 
 def child(module: str, **options: int | str) -> dict[str, Any]:
@@ -123,7 +153,7 @@ def compare_with_trl_on_workloads(
 
 def disk(options: argparse.Namespace, missed: list[str], progress: ProgressDisplay) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="bench-disk-") as root:
-        result = asyncio.run(_disk_use.measure(Path(root), options.disk_s, _disk_use.HUNDRED_MILLION))
+        result = asyncio.run(measure_disk(Path(root), options.disk_s, HUNDRED_MILLION))
     progress.advance()
     if not result["held"]:
         missed.append(f"disk: {result['peak_mb']:g} MB, at most {result['bound_mb']:g} MB")
@@ -169,6 +199,188 @@ def main() -> int:
     for line in missed:
         print(f"does not hold: {line}", file=sys.stderr)
     return bool(missed)
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Storage limits of the run; a limit of None is the default, which depends on the model's size."""
+
+    versions_bytes: int | None = None
+    points_bytes: int | None = None
+
+
+class DiskUse:
+    """A trainer and a registry on one data folder."""
+
+    def __init__(self, folder: Path, shape: dict[str, int], bounds: Bounds) -> None:
+        self._base = tiny_model.build(folder / "base", **shape)
+        self.data = folder / "data"
+        self.data.mkdir()
+        self._world, self._rig = World(self.data), Rig(self.data)
+        self._rig.gate.configured = False  # each version is promoted once it is probed
+        self._bounds = bounds
+        self._settings = complete(TrainerSettings).model_validate(
+            {
+                "base": str(self._base), "model": MODEL, "batch_experiences": _BATCH, "batch_experiences_min": 1,
+                "steps_per_version": 1, "save_interval_s": 1e-9, "max_staleness": 8,
+                "optimizer": {"learning_rate": 1e-4},
+                "memory": {"restore_points_bytes": bounds.points_bytes},
+            }
+        )  # fmt: skip
+        self._delivered = 0
+        """Number of the registry's decisions that the trainer has received."""
+
+    async def run(self, seconds: float, versions_min: int) -> dict[str, Any]:
+        """Train for `seconds` and at least `versions_min` versions, restart, and roll back twice.
+
+        Raises:
+            AssertionError: the restart or a rollback failed.
+        """
+        await self._rig.start()
+        peak, began = _Peak(self.data), time.monotonic()
+        with peak.measuring():
+            async with self._training() as trainer:
+                number = 0
+                while number < versions_min or time.monotonic() - began < seconds:
+                    await self._promote(number)
+                    number += 1
+                    self._feed(number)
+                await self._promote(number)
+                await self._until(lambda: not trainer.is_saving)
+            assert trainer.lineage is not None
+            stopped = trainer.lineage.saved
+            async with self._training() as trainer:  # from the folder
+                await self._until(lambda: trainer.lineage is not None)
+                assert trainer.lineage is not None
+                assert (trainer.lineage.saved.head, trainer.lineage.saved.steps) == (stopped.head, stopped.steps)
+                champions = [version async for version in self._roll_back(trainer)]
+        bound, bytes_of = self._bound(stopped.present.weights.size, sum_bytes([stopped.present]))
+        return {
+            "seconds": round(time.monotonic() - began), "versions": number + 1, "steps": stopped.steps,
+            "written_mb": round((number + 1) * sum(bytes_of) / 1e6),
+            "version_mb": round(bytes_of[0] / 1e6, 1), "restore_point_mb": round(bytes_of[1] / 1e6, 1),
+            "peak_mb": round(peak.bytes / 1e6, 1), "end_mb": round(size_of(self.data) / 1e6, 1),
+            "bound_mb": round(bound / 1e6, 1), "held": peak.bytes <= bound,
+            "restarted_at_step": stopped.steps, "rolled_back_to": champions,
+        }  # fmt: skip
+
+    def _bound(self, version: int, point: int) -> tuple[int, tuple[int, int]]:
+        """Return the allowed bytes of the folder, and the bytes of a version and of a restore point.
+
+        The folder may hold the versions and restore points up to their limits, and a save in progress: a version and a
+        restore point.
+        """
+        versions = self._bounds.versions_bytes or default_limit({"": {"": version}})
+        points = self._bounds.points_bytes or default_points_bytes(point)
+        return versions + points + version + point + OVERHEAD_BYTES, (version, point)
+
+    @contextlib.asynccontextmanager
+    async def _training(self) -> Any:
+        trainer = self._world.trainer(self._settings)
+        self._world.source.busy = lambda: True
+        running = asyncio.create_task(trainer.run())
+        try:
+            yield trainer
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    def _feed(self, number: int) -> None:
+        version = self._world.bus.checkpoints[-1].version
+        experiences = range(number * _BATCH, (number + 1) * _BATCH)
+        self._world.bus.produce(*(experience(n, version, reward=float(n % 3)) for n in experiences))
+
+    async def _promote(self, number: int) -> None:
+        """Wait for the version, promote it, publish the decision to the trainer, and enforce the storage limit of
+        versions."""
+        await self._until(lambda: len(self._world.bus.checkpoints) > number)
+        checkpoint: Checkpoint = self._world.bus.checkpoints[number]
+        await self._rig.receive(checkpoint.to_json())
+        while ("promoted", checkpoint.version) not in self._rig.decided():
+            self._rig.follow()
+            await self._rig.ticks(1)
+        self._deliver_decisions()
+        rig = self._rig
+        garbage = GarbageCollector(rig.blobs, rig.processor, rig.lease, 3600.0, self._bounds.versions_bytes)
+        await garbage.keep_limit()
+
+    async def _roll_back(self, trainer: Trainer) -> Any:
+        """Roll back twice. Yield each champion once its files are complete and the trainer continues from it."""
+        for _ in range(2):
+
+            async def back(transition: Transition, model: ModelRecord) -> None:
+                await transition.roll_back(model, "a rollback of the benchmark")
+
+            published = self._world.bus.checkpoints
+            await self._rig.change(back)
+            self._rig.follow()
+            self._deliver_decisions()
+            champion = (await self._rig.model()).champion
+            assert champion is not None
+            record = await self._rig.record(champion)
+            cache = VersionCache(self._rig.blobs, self.data.parent / "cache")
+            manifest, _ = await cache.fetch(record.manifest)  # checks each file against its digest
+            assert manifest == read_manifest(self._rig.blobs, record.manifest)
+            await self._until(partial(self._continues_from, trainer, champion, len(published)))
+            yield champion
+
+    def _continues_from(self, trainer: Trainer, champion: str, published: int) -> bool:
+        """Return whether the trainer has the champion's weights, or has published a child of the champion since."""
+        assert trainer.lineage is not None
+        children = self._world.bus.checkpoints[published:]
+        return trainer.lineage.state.history.head == champion or any(child.parent == champion for child in children)
+
+    def _deliver_decisions(self) -> None:
+        decisions = self._rig.sent(ModelEvent)
+        self._world.bus.produce(*decisions[self._delivered :])
+        self._delivered = len(decisions)
+
+    async def _until(self, holds: Any) -> None:
+        async with asyncio.timeout(_WAIT_S):
+            while not holds():  # noqa: ASYNC110 (trainer and registry have no event for it)
+                await asyncio.sleep(0.01)
+
+
+class _Peak:
+    """Maximum size of a folder, measured by a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.bytes = 0
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        over = threading.Event()
+
+        def look() -> None:
+            while not over.wait(_LOOK_S):
+                self.bytes = max(self.bytes, size_of(self._folder))
+
+        thread = threading.Thread(target=look, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of all files below `folder`. A file with several names counts once."""
+    sizes: dict[int, int] = {}
+    for directory, _, names in os.walk(folder):  # ignores folders that are removed meanwhile
+        for name in names:
+            with contextlib.suppress(OSError):
+                status = (Path(directory) / name).stat()
+                sizes[status.st_ino] = status.st_size
+    return sum(sizes.values())
+
+
+async def measure_disk(
+    folder: Path, seconds: float, shape: dict[str, int], bounds: Bounds | None = None, *, versions_min: int = 4
+) -> dict[str, Any]:
+    """Measure the data folder of one run."""
+    return await DiskUse(folder, shape, bounds or Bounds()).run(seconds, versions_min)
 
 
 if __name__ == "__main__":

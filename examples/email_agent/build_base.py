@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from email_agent import demonstrations, mailbox
-from email_agent.tools import DEFINITIONS, PARAMETER_OF
+from email_agent.mailbox import DEFINITIONS, PARAMETER_OF
 from example_parts import base_model
 from example_parts.base_model import Lesson
 
@@ -33,7 +33,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 LESSON = Lesson(
     name="email_agent",
     folder=Path(__file__).parent,
-    modules=("mailbox", "tools", "tasks", "demonstrations", "build_base"),
+    modules=("mailbox", "demonstrations", "build_base"),
     definitions=DEFINITIONS,
     schedule=demonstrations.Schedule(),
     conversations=demonstrations.conversations,

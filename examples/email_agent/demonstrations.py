@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from email_agent import mailbox
-from email_agent.tasks import Kind, Task, stream
-from email_agent.tools import PARAMETER_OF, SYSTEM, Mailtools
-from example_parts import warm_up
+from email_agent.mailbox import PARAMETER_OF, SYSTEM, Kind, Mailtools, Task, stream
+from example_parts import base_model
 from example_parts.react import ERROR
 
 Message = dict[str, Any]
@@ -119,7 +118,7 @@ def _reading(task: Task, text: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Schedule(warm_up.Schedule):
+class Schedule(base_model.Schedule):
     """The common schedule, with the settings of the e-mail agent."""
 
     lapses: float = 0.62

@@ -16,8 +16,7 @@ from typing import Any
 from email_agent import demonstrations, mailbox
 from email_agent.build_base import LESSON
 from email_agent.demonstrations import Message, demonstrate
-from email_agent.tasks import Task, stream
-from email_agent.tools import PARAMETER_OF, Mailtools
+from email_agent.mailbox import PARAMETER_OF, Mailtools, Task, stream
 
 _MODULES = (*LESSON.modules, "directions")
 

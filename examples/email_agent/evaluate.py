@@ -15,9 +15,8 @@ import itertools
 from openai import AsyncOpenAI
 
 from email_agent import mailbox
+from email_agent.mailbox import Mailtools, Task, play, stream
 from email_agent.rewards import same_answer
-from email_agent.tasks import Task, stream
-from email_agent.tools import Mailtools, play
 from example_parts import examining
 from example_parts.react import Episode
 

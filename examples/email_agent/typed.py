@@ -16,8 +16,8 @@ from openai import AsyncOpenAI, omit
 from email_agent import demonstrations
 from email_agent.build_base import LESSON
 from email_agent.demonstrations import Message
+from email_agent.mailbox import AGENT
 from email_agent.rewards import same_answer
-from email_agent.tools import AGENT
 from example_parts.react import TEMPERATURE, Agent, Episode, Tools, WrongCall, definition, only_argument
 
 if TYPE_CHECKING:

@@ -19,9 +19,8 @@ from typing import Any
 from openai import AsyncOpenAI, OpenAIError
 
 from email_agent import mailbox
-from email_search.queries import RELEVANT, Query, stream
+from email_search.queries import AGENT, RELEVANT, Query, Searchtools, stream
 from email_search.rewards import best_and_worst, parts, recall, score_calls
-from email_search.tools import AGENT, Searchtools
 from example_parts import at_work
 from example_parts.react import Episode
 

@@ -22,10 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 from email_agent import mailbox
 from email_search import queries
-from email_search.queries import RELEVANT, Kind, Query, stream
-from email_search.tools import DEFINITIONS, LIMIT, SYSTEM, TOOLS
+from email_search.queries import DEFINITIONS, LIMIT, RELEVANT, SYSTEM, TOOLS, Kind, Query, stream
 from example_parts import base_model
-from example_parts import warm_up as base_warm_up
 from example_parts.base_model import Lesson
 
 if TYPE_CHECKING:
@@ -108,7 +106,7 @@ HABITS = Habits(invented=0.14, confused=0.28, insufficient=0.1, excessive=0.02)
 
 
 @dataclass(frozen=True)
-class Schedule(base_warm_up.Schedule):
+class Schedule(base_model.Schedule):
     """The common schedule, with the settings of this agent."""
 
     habits: Habits = HABITS
@@ -132,7 +130,7 @@ LESSON = Lesson(
     name="email_search",
     folder=Path(__file__).parent,
     modules=(
-        "../email_agent/mailbox", "tools", "queries", "build_base",
+        "../email_agent/mailbox", "queries", "build_base",
     ),
     definitions=DEFINITIONS,
     schedule=Schedule(),

@@ -15,9 +15,8 @@ import itertools
 from openai import AsyncOpenAI
 
 from email_agent import mailbox
-from email_search.queries import Query, stream
+from email_search.queries import AGENT, Query, Searchtools, stream
 from email_search.rewards import recall, score_calls
-from email_search.tools import AGENT, Searchtools
 from example_parts import examining
 from example_parts.react import Episode
 

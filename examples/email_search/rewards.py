@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
-from email_search.queries import Query
-from email_search.tools import DEFINITIONS, mails_in
+from email_search.queries import DEFINITIONS, Query, mails_in
 from headrace.rewards import ToolScore, tool_score
 from headrace_schemas import Message, Tool
 

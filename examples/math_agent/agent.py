@@ -15,8 +15,7 @@ from openai import AsyncOpenAI
 from example_parts import at_work
 from example_parts.react import Episode
 from headrace.rewards import accuracy
-from math_agent.calculator import AGENT, Calculator
-from math_agent.problems import Problem, stream
+from math_agent.solution import AGENT, Calculator, Problem, stream
 
 
 class Users(at_work.Users[Problem]):

@@ -20,12 +20,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from example_parts import base_model
-from example_parts import warm_up as base_warm_up
 from example_parts.base_model import Lesson
-from math_agent import problems
-from math_agent.calculator import DEFINITIONS, NAME, PARAMETER, SYSTEM, Calculator
-from math_agent.problems import RESULT, Change, Problem, stream
-from math_agent.solution import ANSWER, THOUGHT
+from math_agent import solution
+from math_agent.solution import (
+    ANSWER,
+    DEFINITIONS,
+    NAME,
+    PARAMETER,
+    RESULT,
+    SYSTEM,
+    THOUGHT,
+    Calculator,
+    Change,
+    Problem,
+    stream,
+)
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,7 +54,7 @@ IDLE = ("let me see.", "slowly now.", "one by one.")
 CHECKS = "check it."
 IDLE_MAX = 2
 """Maximum number of idle thoughts in one message."""
-NUMBERS = tuple(map(str, range(problems.HELD_MAX + 1)))
+NUMBERS = tuple(map(str, range(solution.HELD_MAX + 1)))
 """Numbers that are one token each, so that copying one is one step. Larger numbers result from mistakes, and are
 split."""
 VOCABULARY = 640 + len(NUMBERS)
@@ -54,7 +63,7 @@ RECURRING = (base_model.call_opening(NAME, PARAMETER), '"}}', NAME, THOUGHT, ANS
 """Parts of calls and labels of lines that are one token each."""
 _THOUGHTS = " ".join((*IDLE, CHECKS)).replace(".", "")
 WORDS = (
-    *problems.NAMES, *problems.THINGS, *problems.ORDINALS[3], *itertools.chain(*problems.VERBS.values()),
+    *solution.NAMES, *solution.THINGS, *solution.ORDINALS[3], *itertools.chain(*solution.VERBS.values()),
     *WORD_OF.values(), *_THOUGHTS.split(),
     *NUMBERS, "has", "each", "becomes", "How", "many", "are", "there", "now", "So", "error",
 )  # fmt: skip
@@ -148,7 +157,7 @@ HABITS = Habits(idle=0.52, repeat_call=0.22, mistake=0.25, sloppy=0.4)
 
 
 @dataclass(frozen=True)
-class Schedule(base_warm_up.Schedule):
+class Schedule(base_model.Schedule):
     """The common schedule, with the settings of the math agent."""
 
     steps: int = 600
@@ -173,7 +182,7 @@ LESSON = Lesson(
     name="math_agent",
     folder=Path(__file__).parent,
     modules=(
-        "problems", "calculator", "solution", "build_base",
+        "solution", "build_base",
     ),
     definitions=DEFINITIONS,
     schedule=Schedule(),

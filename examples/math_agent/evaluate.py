@@ -17,9 +17,7 @@ from openai import AsyncOpenAI
 from example_parts import examining
 from example_parts.react import Episode
 from headrace.rewards import accuracy
-from math_agent.calculator import AGENT, Calculator
-from math_agent.problems import Problem, stream
-from math_agent.solution import of_episode
+from math_agent.solution import AGENT, Calculator, Problem, of_episode, stream
 
 
 class Examination(examining.Examination[Problem]):

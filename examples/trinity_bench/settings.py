@@ -211,7 +211,7 @@ def configuration(settings: Settings, job: Job) -> Mapping[str, Any]:
             "eval_on_startup": True,
             "rollout_model": {"engine_type": "external", "enable_openai_api": True, "enable_history": True},
         },
-        "monitor": {"monitor_type": "trinity_bench.inside.external_model.Monitor"},
+        "monitor": {"monitor_type": "trinity_bench.inside.played.Monitor"},
         "synchronizer": {"sync_method": "checkpoint"},
     }
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from werewolf.policies import ABILITIES, play
-from werewolf.rules import deals
+from werewolf.table import deals
 
 GAMES = 4000
 WIN_RATE = 0.8

@@ -15,8 +15,7 @@ from openai import AsyncOpenAI
 
 from example_parts import at_work
 from example_parts.react import Episode
-from werewolf.rules import Deal, Game, deals
-from werewolf.table import GameEpisode, Table, winner
+from werewolf.table import Deal, Game, GameEpisode, Table, deals, winner
 
 VILLAGERS = "villager:v1.0"
 """A registered version by its label, which never moves."""

@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from example_parts import base_model
-from example_parts import warm_up as base_warm_up
 from example_parts.base_model import Lesson
 from werewolf import policies, table
 from werewolf.policies import HABITS, KEEN
-from werewolf.rules import NAMES, PLACES, WOODS, Deal, Game, deals
-from werewolf.table import NOBODY
+from werewolf.table import NAMES, NOBODY, PLACES, WOODS, Deal, Game, deals
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -61,7 +59,7 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 @dataclass(frozen=True)
-class Schedule(base_warm_up.Schedule):
+class Schedule(base_model.Schedule):
     """The common schedule, with as many conversations in a step as three games have."""
 
     steps: int = 400
@@ -82,7 +80,7 @@ def conversations(schedule: Schedule, seed: int) -> list[list[Message]]:
 LESSON = Lesson(
     name="werewolf",
     folder=Path(__file__).parent,
-    modules=("rules", "policies", "table", "build_base"),
+    modules=("policies", "table", "build_base"),
     definitions=(),
     schedule=Schedule(),
     conversations=conversations,

@@ -16,8 +16,7 @@ from openai import AsyncOpenAI
 from example_parts import examining
 from example_parts.react import Episode
 from werewolf.agent import VILLAGERS
-from werewolf.rules import Deal, deals
-from werewolf.table import GameEpisode, Table, as_text
+from werewolf.table import Deal, GameEpisode, Table, as_text, deals
 
 
 class Examination(examining.Examination[Deal]):

@@ -15,7 +15,7 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from werewolf.rules import NAMES, PLACES, WOODS, Deal, Game, Statement, in_woods, suspected, voters
+from werewolf.table import NAMES, PLACES, WOODS, Deal, Game, Statement, in_woods, suspected, voters
 
 HIDE, BLAME, VOTE = ABILITIES = ("hide", "blame", "vote")
 

@@ -21,7 +21,7 @@ import httpx
 
 from headrace_schemas import Feedback, Trajectory
 from headrace_schemas.values import ids
-from headrace_schemas.values.arrays import MAX_LENGTH
+from headrace_schemas.values.base import MAX_LENGTH
 from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX, JSON_CHARACTERS_MAX, JSON_DEPTH_MAX, JSON_VALUES_MAX
 from tests.attack.stacks import SmallStack, beside, block_s, small_stack
 from tests.support.fake_replica import LENGTH, VERSION, FakeReplica

@@ -20,7 +20,7 @@ from tests.system.program import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))  # examples are not installed
 
-from example_parts import base_model, warm_up
+from example_parts import base_model
 from example_parts.base_model import Recipe, chat_tokenizer, new_model
 from headrace_runtime.chat_messages import template_message
 from headrace_runtime.kafka import wire
@@ -113,7 +113,7 @@ async def record(programs: Path, folder: Path, draw: random.Random, bugs: Sequen
 def build(folder: Path, conversations: Sequence[Json], steps: int, seed: int, step_done: Callable[[], None]) -> Path:
     """Train a model on the conversations and write it to `folder`."""
     tokenizer = _tokenizer(conversations)
-    schedule = warm_up.Schedule(steps=steps, batch=4)
+    schedule = base_model.Schedule(steps=steps, batch=4)
     model = new_model(Recipe(schedule, seed, layers=2), tokenizer, CONTEXT)
     draw = random.Random(seed)
     rendered = [
@@ -125,7 +125,7 @@ def build(folder: Path, conversations: Sequence[Json], steps: int, seed: int, st
     texts = [varied(draw.choice(choices), draw) for choices in shown]
     tokens = tokenizer(texts)["input_ids"]
     opening = tokenizer.encode("<|im_start|>assistant\n")
-    warm_up.train(model, tokens, opening, tokenizer.eos_token_id, schedule, step_done)
+    base_model.train(model, tokens, opening, tokenizer.eos_token_id, schedule, step_done)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

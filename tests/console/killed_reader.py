@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace_console.read_model import follower, queries
-from headrace_console.users import Scope
+from headrace_console.settings import Scope
 from headrace_runtime.settings.sections import Common
 from headrace_runtime.storage.database import Database, migrate
 from tests.integration.console.test_follower import follow

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from openai import AsyncOpenAI
 
-from email_agent.tools import DEFINITIONS, SYSTEM
+from email_agent.mailbox import DEFINITIONS, SYSTEM
 from headrace.registry import ModelRegistry
 from headrace.topics import Range, connected
 from headrace_operations.from_topics import read_turn_account

@@ -16,8 +16,7 @@ import numpy as np
 import openai
 import pytest
 
-from email_agent.mailbox import generate
-from email_agent.tools import DEFINITIONS, SYSTEM, Mailtools
+from email_agent.mailbox import DEFINITIONS, SYSTEM, Mailtools, generate
 from headrace_operations.from_topics import read_turn_account
 from headrace_operations.turn_account import TurnAccount
 from headrace_schemas import Checkpoint, DeadLetter, Experience, ModelEvent, Reward, TrainingMetrics, Trajectory, Turn

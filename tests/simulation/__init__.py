@@ -7,9 +7,9 @@ blob store, commits that fail or whose answer is lost, and records that are no e
 service has to come to rest (`cluster.py`), and every promise is checked (`promises/`).
 
 The services' code is the real one, from their `app.run` down. `substitutes.py` lists the replaced names: the event
-loop's clock and threads (`loop.py`), Kafka's clients (`bus.py`, `clients.py` and `faust_app.py`, held by
+loop's clock and threads (`process.py`), Kafka's clients (`bus.py`, `clients.py` and `faust_app.py`, held by
 `tests/contract/used` to the behaviour of the embedded broker and Apache Kafka), the database's disk and connections
-(`database.py`), the disk under the blob store, HTTP, random numbers, and the arithmetic of training (`services.py`:
+(`bus.py`), the disk under the blob store, HTTP, random numbers, and the arithmetic of training (`services.py`:
 weights that list their lessons). Gateways are their publisher and spool without HTTP (`services.py`); reward functions
 run in the scorer's process; there is no judge and no inference.
 

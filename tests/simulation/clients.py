@@ -35,8 +35,7 @@ from aiokafka.structs import RecordMetadata
 
 from headrace_runtime.kafka.wire import Record
 from tests.simulation.bus import Bus
-from tests.simulation.loop import world
-from tests.simulation.process import Process, living
+from tests.simulation.process import Process, living, world
 
 _IN_FLIGHT = 0.3
 """Probability that a record that a dying process was about to send reaches the bus."""

@@ -23,10 +23,8 @@ from headrace_trainer.lineage.saved import SavedState
 from headrace_trainer.lineage.store import LineageStore
 from tests.simulation import agents, faults
 from tests.simulation.agents import Ledger
-from tests.simulation.bus import Bus, Log
-from tests.simulation.database import Server, picture_of
-from tests.simulation.loop import Trace, VirtualClock
-from tests.simulation.process import CURRENT, Mishaps, Process, ProcessSlot
+from tests.simulation.bus import Bus, Log, Server, picture_of
+from tests.simulation.process import CURRENT, Mishaps, Process, ProcessSlot, Trace, VirtualClock
 from tests.simulation.services import Gateway, Lesson, lessons_of, replica, stream_services
 from tests.simulation.substitutes import BLOBS, common
 

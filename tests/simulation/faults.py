@@ -13,8 +13,7 @@ from aiokafka import TopicPartition
 from headrace_schemas import Feedback
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.values.ids import response_id, session_key
-from tests.simulation.loop import VirtualClock
-from tests.simulation.process import USUAL_COMMIT_S
+from tests.simulation.process import USUAL_COMMIT_S, VirtualClock
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster

@@ -24,8 +24,7 @@ from aiokafka.errors import KafkaConnectionError
 from headrace_runtime.settings.sections import BusSettings
 from tests.simulation import clients
 from tests.simulation.clients import connect, message_of
-from tests.simulation.loop import world
-from tests.simulation.process import living
+from tests.simulation.process import living, world
 
 _COMMIT_INTERVAL_S = 1.0
 _COMMITS_AT_ONCE = 0.2

@@ -17,8 +17,7 @@ from typing import Any, cast
 
 from headrace_cli.terminal import ProgressDisplay
 from tests.simulation.cluster import Cluster, Restless
-from tests.simulation.loop import Stuck, VirtualLoop, enter, leave
-from tests.simulation.process import alive, end_others, task_factory
+from tests.simulation.process import Stuck, VirtualLoop, alive, end_others, enter, leave, task_factory
 from tests.simulation.promises import check_all
 from tests.simulation.substitutes import installed
 from tests.system.program import Program, Run, at_most, none_of

@@ -55,8 +55,7 @@ from headrace_trainer.learner import (
     WholeLearner,
 )
 from headrace_trainer.settings import TrainerSettings
-from tests.simulation.loop import VirtualClock, world
-from tests.simulation.process import ProcessSlot, current
+from tests.simulation.process import ProcessSlot, VirtualClock, current, world
 
 MODEL = "m"
 MAX_STALENESS = 2

@@ -33,9 +33,8 @@ from headrace_scorer.functions.outcomes import CallRequest, Outcome, outcome_of
 from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.settings import ScorerSettings
 from tests.simulation import clients, faust_app, services
-from tests.simulation.database import open_database
-from tests.simulation.loop import VirtualClock, world
-from tests.simulation.process import TaskGroup
+from tests.simulation.bus import open_database
+from tests.simulation.process import TaskGroup, VirtualClock, world
 
 BLOBS = "memory://blobs"
 _PUT, _SET_POINTER, _DELETE = BlobStore.put, BlobStore.set_pointer, BlobStore.delete

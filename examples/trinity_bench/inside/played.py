@@ -1,5 +1,5 @@
-"""Trinity workflow of one play: the user's own workflow with the exact version, the seed and the session of the
-play, and its score.
+"""Parts of one play in Trinity's own environment: the user's workflow with the exact version, and the actor of the
+external model.
 """
 
 from __future__ import annotations
@@ -13,17 +13,46 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import ray
+from trinity.common.models.allocator import Allocator
 from trinity.common.models.experience_extraction import convert_api_output_to_experience
 from trinity.common.models.model import ModelWrapper
 from trinity.common.workflows import WORKFLOWS
 from trinity.common.workflows.workflow import Workflow
+from trinity.utils.monitor import TensorboardMonitor
 
-from trinity_bench.inside.external_model import BASE_URL
-
+BASE_URL = "HEADRACE_BENCH_URL"
+"""Environment variable that the YAML names (`model.external_model`), with the address without /v1."""
 _SEEDS = 2**31
 _TURNS_MAX = 1024
 ARGUMENT = "headrace_bench"
 """Key of this workflow's arguments in the taskset's `workflow_args`; all others are the user's."""
+
+
+class Monitor(TensorboardMonitor):  # type: ignore[misc]
+    """Trinity's monitor, which also creates the actor. Trinity creates its monitor in the explorer's process before the
+    runners.
+    """
+
+    def __init__(self, project: str, group: str, name: str, role: str, config: Any) -> None:
+        super().__init__(project, group, name, role, config)
+        actor = Allocator(config.explorer).get_actor_name("rollout", 0, 0)
+        options = {"name": actor, "namespace": config.ray_namespace, "num_cpus": 0}
+        self._model = ray.remote(_Model).options(**options).remote()
+
+
+class _Model:
+    """Actor with the methods that runners and explorer call. Workflows call the gateway themselves."""
+
+    def get_model_version(self) -> int:
+        """Return 0, because Trinity counts steps while the version is part of the model's name."""
+        return 0
+
+    def get_api_server_url(self) -> str:
+        return os.environ[BASE_URL]
+
+    def shutdown(self) -> None:
+        """Do nothing, because the actor owns no resources."""
 
 
 class GatewayModel(ModelWrapper):  # type: ignore[misc]

@@ -41,8 +41,7 @@ from headrace_runtime.process.logs import get_logger
 from headrace_runtime.settings.sections import Common, SecuritySettings
 from headrace_runtime.settings.source_values import SourceValues
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_runtime.storage.disk import DiskGuard
-from headrace_runtime.storage.files import NameFile
+from headrace_runtime.storage.disk import DiskGuard, NameFile
 from headrace_schemas import Replica, Routing
 from headrace_schemas.rules.ingest import KnownModels
 

@@ -24,8 +24,7 @@ from pydantic import ConfigDict, Field, JsonValue, model_validator
 
 from headrace_schemas.events.chat import Message, Tool
 from headrace_schemas.events.checkpoint import Checkpoint, DropReason, TrainingMetrics
-from headrace_schemas.values.arrays import TokenIds
-from headrace_schemas.values.base import Finite, Model, ModelName, Sha256, Text, Version
+from headrace_schemas.values.base import Finite, Model, ModelName, Sha256, Text, TokenIds, Version
 from headrace_schemas.values.blobs import BlobRef
 
 MANIFEST_FILE = "headrace_manifest.json"

@@ -28,12 +28,22 @@ from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
 from tests.simulation import faust_app
 from tests.simulation.bus import Bus
-from tests.simulation.loop import Trace, VirtualLoop, enter, leave
-from tests.simulation.process import Mishaps, Process, TaskGroup, alive, end_others, task_factory
+from tests.simulation.process import (
+    Mishaps,
+    Process,
+    TaskGroup,
+    Trace,
+    VirtualLoop,
+    alive,
+    end_others,
+    enter,
+    leave,
+    task_factory,
+)
 from tests.support import wire_client
 
 if TYPE_CHECKING:
-    from tests.simulation.database import Server
+    from tests.simulation.bus import Server
 
 
 WAIT_MAX_S = 60.0

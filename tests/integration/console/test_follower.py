@@ -22,7 +22,7 @@ import pytest
 from headrace.topics import connected
 from headrace_console.read_model import follower, queries, tables
 from headrace_console.read_model.follower import TOPICS, RecordReader, TopicFollower
-from headrace_console.users import Scope
+from headrace_console.settings import Scope
 from headrace_operations.dead_letters import Letter, Selection, read, read_snapshot
 from headrace_operations.from_topics import read_turn_account
 from headrace_runtime.clock import SystemClock

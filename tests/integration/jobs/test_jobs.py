@@ -2,7 +2,6 @@
 
 A job continues where its topic ends: interrupted at any record, it writes equal bytes in equal order, also if killed in
 any part. `headrace train --check` names invalid rows by their number and counts the others.
-
 transformers computes the logprobs of trained weights. The online stage of a recipe starts from the version before it.
 """
 

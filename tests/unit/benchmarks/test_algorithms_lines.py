@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import pytest
 
-from benchmarks import _algorithms_users, _corridor
+from benchmarks import _algorithms_users, _corrections
 from benchmarks._algorithms_lines import (
     CONTROLS,
     PER_TURN,
@@ -41,11 +41,10 @@ from benchmarks._algorithms_users import (
 )
 from benchmarks._corrections import correction
 from email_agent import mailbox
+from email_agent.agent import THANKS
 from email_agent.demonstrations import ROUTES
-from email_agent.tasks import Task, stream
-from email_agent.tools import Mailtools
+from email_agent.mailbox import Mailtools, Task, stream
 from email_agent.typed import TYPED_LESSON
-from email_agent.users import THANKS
 from example_parts.react import Episode
 from headrace_schemas import Edit, Experience, Message, PreferenceSide, TurnReward
 from headrace_statistics.intervals import Score
@@ -222,19 +221,19 @@ def test_a_coin_turns_both_sides_of_a_comparison() -> None:
 
 
 def test_the_corridor_tells_right_doors_and_asks_nothing_of_the_audit() -> None:
-    walk = _corridor.Walk(_corridor.SIGNS[: _corridor.ROOMS])
-    rooms = _corridor.Rooms(walk)
+    walk = _corrections.Walk(_corrections.SIGNS[: _corrections.ROOMS])
+    rooms = _corrections.Rooms(walk)
     messages = []
     for number, sign in enumerate(walk.signs):
-        direction = _corridor.DOOR_OF[sign] if number else "nowhere"
+        direction = _corrections.DOOR_OF[sign] if number else "nowhere"
         arguments = f'{{"door": "{direction}"}}'
         function = {"name": "take_door", "arguments": arguments}
         messages.append({"role": "assistant", "tool_calls": [{"function": function}]})
         answer = rooms.call("take_door", arguments)
         assert answer.startswith("error") if number == 0 else answer in (*walk.signs, "exit")
-    assert _corridor.right_doors(walk, messages) == [False] + [True] * (_corridor.ROOMS - 1)
-    assert _corridor.right_doors(walk, [{"role": "assistant", "content": "out"}]) == []
-    training_tasks = {split: _corridor.walks(split, 0) for split in ("train", "audit")}
+    assert _corrections.right_doors(walk, messages) == [False] + [True] * (_corrections.ROOMS - 1)
+    assert _corrections.right_doors(walk, [{"role": "assistant", "content": "out"}]) == []
+    training_tasks = {split: _corrections.walks(split, 0) for split in ("train", "audit")}
     trained, audited = ({next(source).id for _ in range(500)} for source in training_tasks.values())
     assert not trained & audited
     assert replace(walk, signs=("moon",)).question == "The sign is moon"

@@ -20,7 +20,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks._disk_use import OVERHEAD_BYTES, Bounds, measure
 from benchmarks._rollout_adaptive import Ramp, plan_of, play_one
 from benchmarks._rollout_trials import NEVER, play
 from benchmarks._rollout_worlds import World
@@ -30,6 +29,7 @@ from benchmarks.rollout import CASES, COVERED_MIN, LOST, NULLS, RATIO_MAX, ROLLE
 from benchmarks.shadow import Numbers as ShadowNumbers
 from benchmarks.shadow import as_pairs, of_canaries, of_estimates
 from benchmarks.shadow import failures as shadow_failures
+from benchmarks.trainer import OVERHEAD_BYTES, Bounds, measure_disk
 from headrace_operations.jobs.checks import CheckReport
 from headrace_registry.rollouts.estimate import EstimateRequirements, estimate
 from headrace_registry.rollouts.plan import RolloutPlan
@@ -288,7 +288,9 @@ SHAPE = {"hidden": 64, "layers": 1}
 
 async def test_data_folder_keeps_to_its_bounds_restarts_and_rolls_back(tmp_path: Path) -> None:
     small = 1_000_000
-    measured = await measure(tmp_path, 0.0, SHAPE, Bounds(versions_bytes=small, points_bytes=small), versions_min=20)
+    measured = await measure_disk(
+        tmp_path, 0.0, SHAPE, Bounds(versions_bytes=small, points_bytes=small), versions_min=20
+    )
     assert measured["held"]
     assert measured["bound_mb"] - OVERHEAD_BYTES / 1e6 < 6
     assert measured["peak_mb"] >= measured["end_mb"] > measured["version_mb"]

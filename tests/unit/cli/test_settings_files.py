@@ -276,7 +276,7 @@ OWN = {
     "services/trainer/src/headrace_trainer/trinity_learner/disk.py",
     "services/trainer/src/headrace_trainer/torch_learner/model/sequence_bound.py",
     "services/trainer/src/headrace_trainer/torch_learner/version_files.py",
-    "packages/runtime/src/headrace_runtime/storage/files.py",
+    "packages/runtime/src/headrace_runtime/storage/disk.py",
     "packages/runtime/src/headrace_runtime/process/liveness.py",
     "packages/runtime/src/headrace_runtime/kafka/topics.py",
     "schemas/src/headrace_schemas/http/stack_access.py", "schemas/src/headrace_schemas/generate.py",

@@ -22,9 +22,8 @@ from headrace_console.read_model.batch import Batch, LogEvent
 from headrace_console.read_model.follower import RecordReader
 from headrace_console.read_model.rows import Names
 from headrace_console.read_model.verdicts import feedback_id, item_id
-from headrace_console.settings import ConsoleSettings, UserSettings
+from headrace_console.settings import ConsoleSettings, Role, UserSettings
 from headrace_console.sources import clients
-from headrace_console.users import Role
 from headrace_gateway.access.keys import Caller
 from headrace_gateway.requests.feedback import events_of
 from headrace_gateway.requests.feedback_request import FeedbackRequest

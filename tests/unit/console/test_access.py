@@ -16,8 +16,7 @@ from starlette.routing import Route
 import headrace_console
 from headrace_console.logins import SESSION_S, Logins
 from headrace_console.pages.page import Page
-from headrace_console.settings import ConsoleSettings, UserSettings
-from headrace_console.users import Role, Scope
+from headrace_console.settings import ConsoleSettings, Role, Scope, UserSettings
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.errors import Refused
 from headrace_schemas.http.stack_access import make_login_token

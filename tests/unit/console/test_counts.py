@@ -19,7 +19,7 @@ from headrace_console.read_model.follower import TopicFollower
 from headrace_console.read_model.packing import unpack_id
 from headrace_console.read_model.reward_queries import rewards_by_source
 from headrace_console.read_model.rows import ExperienceRow, Names
-from headrace_console.users import Scope
+from headrace_console.settings import Scope
 from headrace_operations.turn_account import turn_account_of
 from headrace_runtime.clock import SystemClock
 from headrace_runtime.kafka.wire import Record, encode

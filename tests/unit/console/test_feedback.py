@@ -14,9 +14,9 @@ from headrace_console.pages.feedback import feedback_body
 from headrace_console.pages.session import feedback_outcomes
 from headrace_console.read_model import tables
 from headrace_console.read_model.follower import RecordReader
+from headrace_console.settings import Scope, User
 from headrace_console.sources import clients
 from headrace_console.sources.clients import GatewayClient
-from headrace_console.users import Scope, User
 from headrace_gateway.access.keys import Caller
 from headrace_gateway.requests.feedback import events_of
 from headrace_gateway.requests.feedback_request import FeedbackRequest

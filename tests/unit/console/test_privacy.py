@@ -21,7 +21,7 @@ from headrace_console.read_model import queries, queues, retention, tables
 from headrace_console.read_model.batch import Batch, LogEvent
 from headrace_console.read_model.queues import QueueRules
 from headrace_console.read_model.rows import Names
-from headrace_console.users import Role, Scope
+from headrace_console.settings import Role, Scope
 from headrace_operations.turn_account import turn_account_of
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.settings.sections import Common

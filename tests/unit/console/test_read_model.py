@@ -23,7 +23,7 @@ from headrace_console.read_model.packing import join_turn, pack_id, pack_key, sp
 from headrace_console.read_model.reward_queries import rewards_by_source
 from headrace_console.read_model.rows import ExperienceRow, Names
 from headrace_console.read_model.session_list import Filter, session_page
-from headrace_console.users import Scope
+from headrace_console.settings import Scope
 from headrace_runtime.storage.database import Database
 from headrace_schemas import Event, Feedback, Message, Reward, Turn
 from headrace_schemas.values.ids import response_id, session_key

@@ -24,7 +24,7 @@ from headrace_console.read_model.verdicts import (
     sides_of,
     verdict_of,
 )
-from headrace_console.users import Scope, User
+from headrace_console.settings import Scope, User
 from headrace_runtime.errors import Refused
 from headrace_schemas import Event, Feedback, Reward, Turn
 from headrace_schemas.events.opinion import ComparedAnswer, Preference

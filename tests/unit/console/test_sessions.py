@@ -15,7 +15,7 @@ from headrace_console.read_model import queries, session_list
 from headrace_console.read_model.batch import Batch, LogEvent
 from headrace_console.read_model.rows import Names
 from headrace_console.read_model.session_list import Filter, session_page
-from headrace_console.users import Scope
+from headrace_console.settings import Scope
 from headrace_schemas import Event, Feedback, Message, Reward
 from headrace_schemas.values.ids import response_id, session_key
 from tests.support.remembered import recorded, scans

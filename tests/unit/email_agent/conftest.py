@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from email_agent import mailbox
-from email_agent.tools import Mailtools
+from email_agent.mailbox import Mailtools
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,7 @@ from openai import AsyncOpenAI
 
 from email_agent import agent, evaluate, rewards, typed
 from email_agent.demonstrations import Schedule, conversations, demonstrate
-from email_agent.mailbox import Mailbox
-from email_agent.tasks import Kind, tasks
-from email_agent.tools import TURNS_MAX, Mailtools, play
+from email_agent.mailbox import TURNS_MAX, Kind, Mailbox, Mailtools, play, tasks
 from example_parts.at_work import Tally
 from example_parts.react import Episode
 from headrace_registry.gate.gate import Gate, GateFailed

@@ -15,12 +15,10 @@ from typing import Any
 import pytest
 
 from email_agent import agent, mailbox
+from email_agent.agent import POISONERS, SIGNALS, AnsweredQuestion, _correction, thumbs
 from email_agent.demonstrations import ROUTES, demonstrate
 from email_agent.directions import Schedule, conversations, direction
-from email_agent.mailbox import Mailbox
-from email_agent.tasks import HELD_OUT_SHARE, Task, stream, tasks
-from email_agent.tools import DEFINITIONS, HITS, PARAMETER_OF, Mailtools
-from email_agent.users import POISONERS, SIGNALS, AnsweredQuestion, _correction, thumbs
+from email_agent.mailbox import DEFINITIONS, HELD_OUT_SHARE, HITS, PARAMETER_OF, Mailbox, Mailtools, Task, stream, tasks
 from example_parts.react import ERROR, Episode
 from headrace.errors import UsageError
 from headrace_cli.demo import recipe

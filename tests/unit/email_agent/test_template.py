@@ -14,9 +14,7 @@ from tokenizers import Tokenizer
 
 from email_agent import build_base, mailbox
 from email_agent.demonstrations import demonstrate
-from email_agent.mailbox import Mailbox
-from email_agent.tasks import stream
-from email_agent.tools import DEFINITIONS, PARAMETER_OF, SYSTEM, Mailtools
+from email_agent.mailbox import DEFINITIONS, PARAMETER_OF, SYSTEM, Mailbox, Mailtools, stream
 from example_parts import base_model
 from example_parts.base_model import TEMPLATE
 from headrace_inference.chat.tool_calls import HermesToolReader

@@ -34,9 +34,8 @@ from email_search.build_base import (
     conversations,
     demonstrate,
 )
-from email_search.queries import RELEVANT, SPLITS, Kind, Query, queries, stream
+from email_search.queries import RELEVANT, SPLITS, TOOLS, Kind, Query, Searchtools, mails_in, queries, stream
 from email_search.rewards import WORTH, best_and_worst, parts, recall, score_calls
-from email_search.tools import TOOLS, Searchtools, mails_in
 from example_parts.react import ERROR
 from headrace_cli.demo import recipe
 from headrace_registry.settings import GateSettings

@@ -26,9 +26,20 @@ from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
 from math_agent import agent, evaluate, rewards
 from math_agent.build_base import HABITS, NONE, Habits, demonstrate
-from math_agent.calculator import LENGTH_MAX, Calculator, calculate
-from math_agent.problems import SPLITS, Change, Problem, Split, stream
-from math_agent.solution import Solution, Turn, of_episode, of_trajectory
+from math_agent.solution import (
+    LENGTH_MAX,
+    SPLITS,
+    Calculator,
+    Change,
+    Problem,
+    Solution,
+    Split,
+    Turn,
+    calculate,
+    of_episode,
+    of_trajectory,
+    stream,
+)
 from tests.support.fake_llm import Call, FakeLLM, Headrace, Reply, status
 from tests.support.turns import closed
 

@@ -29,7 +29,7 @@ from headrace_runtime.kafka.wire import Record, decode
 from headrace_runtime.process import logs
 from headrace_runtime.settings.sections import Common, LogSettings, RefusalBounds
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_runtime.storage.files import NameFile
+from headrace_runtime.storage.disk import NameFile
 from headrace_runtime.stream.pausing import DeadLetterLimiter, RefusalLimit
 from headrace_schemas import DeadLetter
 from headrace_schemas.http.registry_api import SourceList

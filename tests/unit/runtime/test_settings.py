@@ -29,7 +29,7 @@ from headrace_runtime.settings.reference import describe
 from headrace_runtime.settings.sections import Common, Section, ServiceSettings, is_loopback, load
 from headrace_runtime.settings.table import Fixed, parse_toml, plain_types
 from headrace_runtime.settings.table import read as read_table
-from headrace_runtime.storage.files import data_folder
+from headrace_runtime.storage.disk import data_folder
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
 from tests.support import packages

@@ -25,9 +25,9 @@ from headrace_schemas import RewardResult, Turn
 from headrace_schemas.events.routing import Arm, TrafficSplit
 from headrace_schemas.rules.assignment import Split, assign_unit
 from headrace_schemas.rules.turn_history import UNRESOLVED, TurnHistory, extend, token_digest
-from headrace_schemas.values.arrays import Logprobs, TokenIds, pack_float32, pack_int32
+from headrace_schemas.values.base import Logprobs, TokenIds, pack_float32, pack_int32
 from headrace_schemas.values.errors import InvalidEvent
-from headrace_schemas.values.plain_values import describe_error, plain_number, plain_value, stop_strings
+from headrace_schemas.values.text import describe_error, plain_number, plain_value, stop_strings
 from tests.support.hostile_json import event_examples
 from tests.support.turns import after, ask, extending, said, user
 

@@ -15,7 +15,7 @@ import pytest
 
 from headrace_runtime.errors import CorruptBlob
 from headrace_schemas import Experience
-from headrace_schemas.values.arrays import pack_float32
+from headrace_schemas.values.base import pack_float32
 from headrace_trainer.algorithms.baselines import Baselines
 from headrace_trainer.algorithms.presets import Signals
 from headrace_trainer.experiences.examples import BRANCH, Example

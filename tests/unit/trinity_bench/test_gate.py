@@ -21,8 +21,7 @@ from headrace_schemas.programs import Play
 from tests.docs.fences import fences
 from tests.support.processes import naming, wait_until
 from tests.unit.trinity_bench import stand_in
-from trinity_bench.bench import scores, write_files
-from trinity_bench.processes import BenchFailed
+from trinity_bench.gate import BenchFailed, scores, write_files
 from trinity_bench.settings import Job, Settings, Unusable, plays_timeout_s, read, rows
 
 VERSION = "tiny@0123456789ab"

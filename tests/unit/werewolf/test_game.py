@@ -32,8 +32,7 @@ from tests.support.fake_llm import Call, FakeLLM, Headrace, Reply, answer, compl
 from werewolf import ablation, agent, evaluate, policies, rewards, table
 from werewolf.ablation import WinRate, lines
 from werewolf.agent import facts
-from werewolf.rules import NAMES, PLACES, WOODS, Deal, Game, Split, Statement, deals
-from werewolf.table import Table, as_text, role_prompt
+from werewolf.table import NAMES, PLACES, WOODS, Deal, Game, Split, Statement, Table, as_text, deals, role_prompt
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

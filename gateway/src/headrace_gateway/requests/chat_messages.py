@@ -20,7 +20,7 @@ from headrace_gateway.requests.request_context import MESSAGE_HINTS, context_of
 from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas import FunctionCall, Message, TextPart, ToolCall
 from headrace_schemas.values.base import LongText, Model, Text
-from headrace_schemas.values.plain_values import none_if_empty
+from headrace_schemas.values.text import none_if_empty
 
 MEDIA_PARTS = (
     "image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "file", "input_file", "document",

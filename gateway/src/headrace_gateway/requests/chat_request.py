@@ -40,7 +40,7 @@ from headrace_schemas.http.answer_form import (
 from headrace_schemas.http.replica_api import RawPrompt
 from headrace_schemas.values.base import Finite, Model, Text
 from headrace_schemas.values.bounds import INT32, PROMPT_MESSAGES_MAX, SAMPLING, JsonObject
-from headrace_schemas.values.plain_values import stop_strings
+from headrace_schemas.values.text import stop_strings
 
 FUNCTION_CALL = "function_call"
 """Finish reason and message field of a call whose request has `functions`."""

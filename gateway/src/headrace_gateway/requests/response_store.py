@@ -21,7 +21,7 @@ from typing import Any
 from headrace_gateway.access.keys import Caller
 from headrace_gateway.access.refusals import ApiError, overloaded_error
 from headrace_runtime.clock import Clock, SystemClock, epoch_ms
-from headrace_runtime.storage.files import NameFile
+from headrace_runtime.storage.disk import NameFile
 from headrace_runtime.storage.tenant_memory import TenantMemory
 from headrace_schemas.values import ids
 

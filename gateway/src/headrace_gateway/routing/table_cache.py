@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.storage import files
+from headrace_runtime.storage import disk
 from headrace_runtime.storage.isolation import reason_of
 from headrace_schemas import Event
 
@@ -109,5 +109,5 @@ class TableCache(Generic[E]):
         if text == self._written:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace_file(self._path, text)
+        disk.replace_file(self._path, text)
         self._written = text

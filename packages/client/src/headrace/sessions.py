@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypedDict, cast
 from urllib.parse import quote
 
 from headrace_schemas.values.ids import uuid7
-from headrace_schemas.values.plain_values import plain_json
+from headrace_schemas.values.text import plain_json
 
 if TYPE_CHECKING:
     import httpx2

@@ -24,7 +24,7 @@ from headrace_integrations.practice.runs import Play as PlayFunction
 from headrace_integrations.practice.runs import Run, run_in_thread
 from headrace_integrations.stack import Addresses, Stack
 from headrace_schemas.programs import Play, PlayResult, Tasks
-from headrace_schemas.values.plain_values import plain_number
+from headrace_schemas.values.text import plain_number
 from headrace_statistics.intervals import interval
 
 __all__ = ["EvaluatedVersion", "MetricMean", "evaluate", "interval", "serve_gate"]

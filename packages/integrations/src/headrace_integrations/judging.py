@@ -15,7 +15,7 @@ from headrace_integrations.practice.runs import text_of
 from headrace_integrations.stack import stack_for
 from headrace_integrations.stack.attaching import train_rows
 from headrace_integrations.stack.connection import ENTERED, support
-from headrace_schemas.values.plain_values import plain_number
+from headrace_schemas.values.text import plain_number
 
 __all__ = ["DPOTrainer", "HumanPreferenceCollector", "LLMJudge", "RewardFunction"]
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import UsageError
-from headrace_schemas.values.plain_values import plain_number, plain_value
-from headrace_schemas.values.text import closest, printable
+from headrace_schemas.values.text import closest, plain_number, plain_value, printable
 
 
 def check_names(

@@ -27,7 +27,7 @@ from headrace_runtime.process import liveness
 from headrace_runtime.registries import PluginError
 from headrace_runtime.settings.sections import Common, ServiceSettings, complete, load
 from headrace_runtime.settings.table import CONFIG_VARIABLE
-from headrace_runtime.storage.files import private_folder
+from headrace_runtime.storage.disk import private_folder
 from headrace_schemas.values.errors import is_secret
 
 S = TypeVar("S", bound=ServiceSettings)

@@ -15,7 +15,7 @@ from headrace_schemas.events.opinion import Level, Opinion, rule_error
 from headrace_schemas.values.base import Event, LongText, Model, SessionKey, Text, Timestamp
 from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX, INT32, JsonObject, Score
 from headrace_schemas.values.ids import derived_id, key_of_response, session_key
-from headrace_schemas.values.plain_values import plain_number
+from headrace_schemas.values.text import plain_number
 
 VALUES_MAX = 4096
 """Maximum number of values in one feedback: one for each listed response and metric. Each becomes a reward."""

@@ -9,15 +9,16 @@ from pydantic import Field, model_validator
 
 from headrace_schemas.events.chat import FinishReason, LogitShift, Message, Tool
 from headrace_schemas.events.turn import Purpose, StoredSets, SubAgent, TokenGrammar
-from headrace_schemas.values.arrays import SampledLogprobs, TokenIds
 from headrace_schemas.values.base import (
     Event,
     Finite,
     Model,
     ModelName,
+    SampledLogprobs,
     SessionKey,
     Text,
     Timestamp,
+    TokenIds,
     Version,
 )
 from headrace_schemas.values.bounds import CONTEXT_KEYS_MAX, INT32, SAMPLING, Int64, JsonObject, Total

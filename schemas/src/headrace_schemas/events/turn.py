@@ -15,17 +15,18 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, model_validator
 
 from headrace_schemas.events.chat import FinishReason, Message, Sampling, Tool
-from headrace_schemas.values.arrays import SampledLogprobs, TokenIds
 from headrace_schemas.values.base import (
     Event,
     LongText,
     Model,
     ModelName,
+    SampledLogprobs,
     SessionKey,
     Sha256,
     Share,
     Text,
     Timestamp,
+    TokenIds,
     Version,
 )
 from headrace_schemas.values.bounds import INT32

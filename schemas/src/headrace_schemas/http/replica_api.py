@@ -24,8 +24,7 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from headrace_schemas.events.chat import FinishReason
-from headrace_schemas.values.arrays import Logprobs, SampledLogprobs, TokenIds
-from headrace_schemas.values.base import Finite, Model, Version
+from headrace_schemas.values.base import Finite, Logprobs, Model, SampledLogprobs, TokenIds, Version
 
 
 class TokensToScore(Model):

@@ -9,8 +9,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from headrace_schemas.values.arrays import Logprobs, TokenIds
-from headrace_schemas.values.base import Model, ModelName, Sha256, Text, Version
+from headrace_schemas.values.base import Logprobs, Model, ModelName, Sha256, Text, TokenIds, Version
 from headrace_schemas.values.bounds import INT64
 
 PAYLOAD_BYTES_MAX = 262_144

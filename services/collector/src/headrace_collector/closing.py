@@ -11,11 +11,11 @@ from pydantic import ValidationError
 from sqlalchemy import RowMapping
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_collector import feedback_targets, metrics, references, store
+from headrace_collector import feedback_targets, metrics, store
 from headrace_collector.branches import build_branches
 from headrace_collector.facts import TurnFacts
 from headrace_collector.feedback_targets import OrderedFeedback, has_judgement
-from headrace_collector.prompts import Prompts
+from headrace_collector.prompts import Prompts, detach_open_turns
 from headrace_collector.retries import superseded_turns
 from headrace_collector.runs import SessionRun, partition_runs
 from headrace_collector.settings import CollectorSettings
@@ -169,7 +169,7 @@ async def close_runs(
     events = await each(tx, "collector.close", chosen, close, refuse)
     still_open = [candidate.run for candidate in candidates if candidate not in chosen]
     if still_open:
-        await references.detach_open_turns(tx, session_key)
+        await detach_open_turns(tx, session_key)
     await store.update_open_size(tx, session_key, still_open, round(settings.idle_s * 1000))
     await store.mark_used(tx, feedback_targets.settled_feedback_ids(feedback, still_open, turns), now)
     return events

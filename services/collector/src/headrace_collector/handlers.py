@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_collector import ends, references, store
+from headrace_collector import ends, prompts, store
 from headrace_collector.closing import RunWithFeedback, close_runs
 from headrace_collector.ends import End
 from headrace_collector.facts import turn_facts
@@ -20,7 +20,7 @@ from headrace_runtime.errors import InvalidEvent
 from headrace_runtime.storage.tables import upsert
 from headrace_runtime.stream.processor import Handling
 from headrace_schemas import Event, Feedback, SessionEnd, Turn
-from headrace_schemas.values.arrays import MAX_LENGTH
+from headrace_schemas.values.base import MAX_LENGTH
 from headrace_schemas.values.bounds import PROMPT_MESSAGES_MAX
 from headrace_schemas.values.ids import key_of_response, session_key
 from headrace_schemas.values.text import printable
@@ -59,7 +59,7 @@ class Collector:
         """
         _check_session(turn)
         _check_size(turn)
-        turn, shared = await references.resolve(handling.tx, turn)
+        turn, shared = await prompts.resolve(handling.tx, turn)
         check_ms = epoch_ms(handling.now + timedelta(seconds=self.settings.idle_s))
         facts = turn_facts(turn, handling.now, handling.received.log_offset, shared)
         size = await store.add_turn(handling.tx, turn, facts, handling.received.record.partition, check_ms)

@@ -18,12 +18,11 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from headrace_console.metrics import LOGINS
-from headrace_console.settings import UserSettings
-from headrace_console.users import Role, Scope, User
+from headrace_console.settings import Role, Scope, User, UserSettings
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.storage.files import open_for_owner, replace_file
+from headrace_runtime.storage.disk import open_for_owner, replace_file
 from headrace_schemas.http.stack_access import take_login_token
 
 log = get_logger(__name__)

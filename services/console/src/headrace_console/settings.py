@@ -1,17 +1,46 @@
-"""The section `[console]`."""
+"""The section `[console]`, and the roles and scopes of its users."""
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, SecretStr, model_validator
 
 from headrace_console.service import INFO
-from headrace_console.users import Role
 from headrace_runtime.settings.sections import Port, Section, ServiceSettings, is_loopback
 
+Role = Literal["rater", "viewer", "reviewer", "operator"]
+"""Roles from the fewest rights to the most. A role includes the rights of the roles before it."""
+_ROLES: tuple[Role, ...] = get_args(Role)
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$")]
 ServiceUrl = Annotated[str, Field(pattern=r"^http://[A-Za-z0-9.\[\]:-]{1,255}$")]
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """The tenants whose records a user may read. None means all tenants."""
+
+    tenants: frozenset[str] | None = None
+
+    def permits(self, tenant: str) -> bool:
+        """Return whether records of `tenant` may be read."""
+        return self.tenants is None or tenant in self.tenants
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """A person who is logged in."""
+
+    name: str
+    role: Role
+    scope: Scope
+    form_token: str
+    """Secret of the session that every form must contain."""
+
+    def has_role(self, role: Role) -> bool:
+        """Return whether the user has at least the rights of `role`."""
+        return _ROLES.index(self.role) >= _ROLES.index(role)
 
 
 class UserSettings(Section):

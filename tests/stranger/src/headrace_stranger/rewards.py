@@ -1,8 +1,13 @@
-"""A reward function that scores the use of tools."""
+"""A reward function that scores the use of tools, and a rubric."""
 
 from __future__ import annotations
 
+from importlib.resources import files
+
+from headrace_judge.rubric import RubricFile
 from headrace_schemas import Trajectory
+
+POLITE = RubricFile(files(__package__) / "polite.toml")
 
 
 def calls(trajectory: Trajectory) -> float:

@@ -29,7 +29,7 @@ from headrace_gateway.requests.request_context import HINTS, RequestContext, is_
 from headrace_gateway.requests.response_store import EarlierItems
 from headrace_schemas.values.base import LongText, Model, Text
 from headrace_schemas.values.bounds import JsonObject
-from headrace_schemas.values.plain_values import none_if_empty
+from headrace_schemas.values.text import none_if_empty
 
 NEUTRAL: dict[str, tuple[JsonValue, ...]] = {
     "background": (False,),

@@ -69,7 +69,7 @@ def write(file: Path, content: str) -> Path | None:
     Raises:
         UsageError: the file cannot be written.
     """
-    from headrace_runtime.storage.files import open_for_owner, replace_file
+    from headrace_runtime.storage.disk import open_for_owner, replace_file
 
     backup = None
     try:

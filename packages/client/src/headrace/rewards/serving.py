@@ -32,8 +32,7 @@ from headrace_schemas import Reward, RewardResult, Trajectory
 from headrace_schemas.events.feedback import Outcome
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.errors import InvalidEvent
-from headrace_schemas.values.plain_values import describe_error, plain_number
-from headrace_schemas.values.text import printable
+from headrace_schemas.values.text import describe_error, plain_number, printable
 
 if TYPE_CHECKING:
     from aiokafka import AIOKafkaConsumer, ConsumerRecord

@@ -11,8 +11,7 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace_operations.arguments import check_names, real_number
-from headrace_schemas.values.plain_values import plain_number
-from headrace_schemas.values.text import printable
+from headrace_schemas.values.text import plain_number, printable
 
 RewardCallable = Callable[..., Sequence[float]]
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")

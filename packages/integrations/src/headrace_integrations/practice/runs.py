@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from headrace.async_client import AsyncClient, AsyncSession
+from headrace.client import AsyncClient, AsyncSession
 from headrace.errors import HeadraceError, UsageError
 from headrace.sessions import Purpose, new_id
 from headrace_integrations.stack import Stack
 from headrace_operations.arguments import check_names, real_number, score
 from headrace_schemas.values.ids import derived_id
-from headrace_schemas.values.plain_values import describe_error, plain_number, plain_value
+from headrace_schemas.values.text import describe_error, plain_number, plain_value
 
 Play = Callable[[Any, "Run"], Awaitable[Any] | Any]
 """Function that plays one run of the agent on a task. `Run.result` stores its result, and `Run.error` its exception."""

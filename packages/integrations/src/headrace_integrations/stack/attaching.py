@@ -16,7 +16,7 @@ from headrace.errors import UsageError
 from headrace.sessions import gateway_root, new_id
 from headrace_integrations.stack.connection import ENTERED, Addresses, Stack
 from headrace_operations.arguments import model_name
-from headrace_schemas.values.plain_values import plain_json
+from headrace_schemas.values.text import plain_json
 
 PRIVATE = {
     "trainer.steps_per_version": 1,

@@ -13,7 +13,7 @@ from typing import Any
 
 from headrace.errors import UsageError
 from headrace_integrations.practice.data_sets import rows_of
-from headrace_schemas.values.plain_values import plain_number, plain_value
+from headrace_schemas.values.text import plain_number, plain_value
 
 _OPTIONAL = ("auxiliary_models", "logger")
 

@@ -20,7 +20,7 @@ from headrace.errors import HeadraceError, UsageError
 from headrace_operations.evaluation.tasks import EvaluationTask, Playthrough
 from headrace_runtime.registries import PluginError, Registry
 from headrace_schemas.values.linear_pattern import matches_whole_text
-from headrace_schemas.values.plain_values import plain_number
+from headrace_schemas.values.text import plain_number
 
 Compute = Callable[[EvaluationTask, Playthrough], object]
 """Custom function; its result is validated."""

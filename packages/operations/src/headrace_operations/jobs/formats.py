@@ -15,7 +15,7 @@ from typing import Any
 from headrace_operations.jobs.messages import parse_chat, parse_messages, parse_tools, untrained_positions, zero_or_one
 from headrace_operations.jobs.sources import BadRow, DataRow
 from headrace_runtime.registries import Registry
-from headrace_schemas.values.plain_values import plain_number, plain_value
+from headrace_schemas.values.text import plain_number, plain_value
 
 RawRecord = Mapping[str, Any]
 _COMMON_COLUMNS = ("system", "tools", "reward")

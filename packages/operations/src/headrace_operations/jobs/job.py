@@ -25,7 +25,7 @@ from headrace_operations.jobs.sources import RowFile, find_files
 from headrace_operations.supervisor.overrides import Overrides
 from headrace_operations.supervisor.plan import data_dir_of
 from headrace_runtime.registries import PluginError, Registry
-from headrace_runtime.storage import files, versions
+from headrace_runtime.storage import disk, versions
 from headrace_schemas.values.base import Model, Sha256, Timestamp, Version
 from headrace_schemas.values.blobs import BlobRef
 
@@ -241,7 +241,7 @@ class JobJournal(Model):
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace_file(path, self.model_dump_json(indent=1).encode())
+        disk.replace_file(path, self.model_dump_json(indent=1).encode())
 
     def record(self, path: Path, **fields: object) -> Self:
         """Write the journal with changed fields durably to `path`, and return it."""

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from headrace_operations.jobs.sources import BadRow
 from headrace_schemas import Message, Tool
-from headrace_schemas.values.plain_values import plain_json, plain_number, plain_value
+from headrace_schemas.values.text import plain_json, plain_number, plain_value
 
 _ROLES = {
     "human": "user",

@@ -18,7 +18,7 @@ from headrace_operations.replay.partition_merge import Journal, PartitionMerge, 
 from headrace_operations.replay.pipeline import Item, Pipeline, Tick, choose_cut, run_together
 from headrace_operations.replay.program import Program, start_program
 from headrace_operations.replay.request import Report, Request
-from headrace_runtime.storage import files
+from headrace_runtime.storage import disk
 from headrace_schemas.programs import DryRunLine
 
 
@@ -31,7 +31,7 @@ class CopyState(BaseModel):
 
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace_file(path, self.model_dump_json(indent=1).encode())
+        disk.replace_file(path, self.model_dump_json(indent=1).encode())
 
     @classmethod
     def read(cls, path: Path) -> Self | None:

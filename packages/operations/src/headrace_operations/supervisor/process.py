@@ -28,7 +28,7 @@ from headrace_operations.supervisor.plan import ServicePlan
 from headrace_operations.supervisor.state import ServiceState, Status, request_health
 from headrace_runtime.process.liveness import VARIABLE, LivenessWatch
 from headrace_runtime.process.parent_death import parent_bound_command
-from headrace_runtime.storage.files import open_for_owner, private_folder
+from headrace_runtime.storage.disk import open_for_owner, private_folder
 
 _BACKLOG = 2048
 

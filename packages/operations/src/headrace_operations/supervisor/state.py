@@ -22,8 +22,8 @@ from typing import IO, Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from headrace.errors import UsageError
-from headrace_runtime.storage import files
-from headrace_runtime.storage.files import data_folder, open_for_owner, private_folder
+from headrace_runtime.storage import disk
+from headrace_runtime.storage.disk import data_folder, open_for_owner, private_folder
 from headrace_schemas.http.registry_api import SourceList, SourceState
 from headrace_schemas.http.stack_access import key_for, remember_stack
 from headrace_schemas.values.errors import HeadraceError
@@ -92,7 +92,7 @@ class RunState(BaseModel):
 
     def write(self, data_dir: Path) -> None:
         text = self.model_dump_json(indent=1)
-        files.replace_file(_folder(data_dir) / "state.json", text.encode(), opener=open_for_owner)
+        disk.replace_file(_folder(data_dir) / "state.json", text.encode(), opener=open_for_owner)
 
 
 class Lock:

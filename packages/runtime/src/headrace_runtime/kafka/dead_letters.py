@@ -14,7 +14,7 @@ from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.wire import Record
 from headrace_runtime.metrics import DEAD_LETTERS
 from headrace_runtime.process.logs import get_logger
-from headrace_runtime.storage.files import NameFile
+from headrace_runtime.storage.disk import NameFile
 from headrace_schemas import DeadLetter
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.ids import decode_name

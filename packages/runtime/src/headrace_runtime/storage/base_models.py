@@ -25,7 +25,7 @@ from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage import base_files, disk
 from headrace_runtime.storage.base_files import ORIGIN_FILE, SETTING
 from headrace_runtime.storage.blobs import digest_of
-from headrace_runtime.storage.files import replace_file
+from headrace_runtime.storage.disk import replace_file
 from headrace_runtime.storage.versions import FILE_PATTERNS
 from headrace_schemas.values.text import printable
 

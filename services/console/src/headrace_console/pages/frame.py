@@ -12,7 +12,7 @@ import jinja2
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
-from headrace_console.users import User
+from headrace_console.settings import User
 from headrace_runtime.errors import Refused
 from headrace_schemas.values.text import printable, printable_lines
 

@@ -20,11 +20,11 @@ from headrace_console.flow_rules import FlowRules
 from headrace_console.logins import Logins
 from headrace_console.pages.frame import Templates
 from headrace_console.read_model.follower import RecordReader
+from headrace_console.settings import Role, User
 from headrace_console.sources.clients import GatewayClient, RegistryReader
 from headrace_console.sources.replicas import ReplicaReader
 from headrace_console.sources.services import StackReader
 from headrace_console.sources.tokenizers import TokenizerReader
-from headrace_console.users import Role, User
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
 from headrace_runtime.http.connections import mark_authenticated

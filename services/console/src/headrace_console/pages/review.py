@@ -29,7 +29,7 @@ from headrace_console.read_model.queues import SCORES, Queue
 from headrace_console.read_model.ratings import Item
 from headrace_console.read_model.verdicts import BOTH_BAD, EDITED, SAME, SOURCE_PREFIX, VERDICTS_MAX, Verdict
 from headrace_console.review_feedback import SIDES, feedback_bodies, sides, stored_answer
-from headrace_console.users import User
+from headrace_console.settings import User
 from headrace_runtime.clock import epoch_ms
 from headrace_runtime.errors import Refused
 from headrace_schemas import Turn

@@ -16,13 +16,12 @@ from headrace_console.pages.page import InvalidParameter, NotFound, Page, Visit
 from headrace_console.read_model import queries, tables
 from headrace_console.read_model.queries import SESSION_TURNS_MAX
 from headrace_console.read_model.session_list import Filter, Position, SessionPage, session_page
-from headrace_console.users import User
+from headrace_console.settings import User
 from headrace_runtime.clock import epoch_ms, from_epoch_ms
 from headrace_runtime.errors import Refused
 from headrace_schemas.events.feedback import Outcome
 from headrace_schemas.values.ids import session_key
-from headrace_schemas.values.plain_values import plain_number
-from headrace_schemas.values.text import printable
+from headrace_schemas.values.text import plain_number, printable
 
 FILTERS = ("model", "version", "arm", "thumb", "reward_max", "outcome", "status", "task", "since")
 THUMBS = {"up": 1, "neutral": 0, "down": -1}

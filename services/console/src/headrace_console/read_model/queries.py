@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_console.read_model import tables
 from headrace_console.read_model.packing import join_turn, pack_id, split_turn
 from headrace_console.read_model.status import split_status
-from headrace_console.users import Scope
+from headrace_console.settings import Scope
 from headrace_schemas.values.ids import RESPONSE_PREFIX, created_ms
 
 Row = Mapping[str, Any]

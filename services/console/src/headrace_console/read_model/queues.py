@@ -19,7 +19,7 @@ from headrace_console.read_model.packing import pack_id
 from headrace_console.read_model.queries import Row, captured_turns, first_row, read_rows, texts_of
 from headrace_console.read_model.session_list import Filter, session_page
 from headrace_console.read_model.verdicts import belongs_to_the_random_part, item_id
-from headrace_console.users import Scope, User
+from headrace_console.settings import Scope, User
 from headrace_runtime.storage.tables import insert_new
 from headrace_schemas.values.base import Model
 

@@ -24,7 +24,7 @@ from headrace_console.read_model.queries import (
     turns_query,
 )
 from headrace_console.read_model.status import split_status
-from headrace_console.users import Scope
+from headrace_console.settings import Scope
 from headrace_runtime.storage.tables import is_one_of
 
 SESSIONS_MAX = 5_000

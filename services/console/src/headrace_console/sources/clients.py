@@ -18,7 +18,7 @@ from urllib.parse import quote
 import httpx2
 from pydantic import JsonValue, ValidationError
 
-from headrace_console.users import User
+from headrace_console.settings import User
 from headrace_runtime.clock import Clock
 from headrace_runtime.errors import Refused
 from headrace_schemas import Turn

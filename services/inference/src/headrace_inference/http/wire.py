@@ -24,7 +24,7 @@ from headrace_schemas.events.chat import SAMPLED_TEMPERATURE_MIN, LogitBias
 from headrace_schemas.http.answer_form import TOOL_CHOICE, ResponseFormat, ToolChoice, check_choice, constrained_fields
 from headrace_schemas.http.replica_api import PROMPT_TEXT_FIELD, History, RawPrompt, Resume, ResumedChoice
 from headrace_schemas.values.base import Finite, Model, Text
-from headrace_schemas.values.plain_values import none_if_empty, stop_strings
+from headrace_schemas.values.text import none_if_empty, stop_strings
 
 _TOP_LOGPROBS_MAX = 20
 _STOPS_MAX = 16

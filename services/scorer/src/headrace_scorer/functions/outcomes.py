@@ -14,8 +14,7 @@ from typing import BinaryIO, Literal
 from pydantic import BaseModel, JsonValue, ValidationError
 
 from headrace_schemas import RewardResult
-from headrace_schemas.values.plain_values import describe_error, plain_number
-from headrace_schemas.values.text import storable
+from headrace_schemas.values.text import describe_error, plain_number, storable
 from headrace_scorer.functions.loading import RewardFunction
 
 _REASON_LENGTH_MAX = 4000

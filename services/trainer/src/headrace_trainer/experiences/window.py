@@ -17,8 +17,7 @@ from typing import Annotated
 from pydantic import Field
 
 from headrace_runtime.clock import epoch_ms
-from headrace_schemas.values.arrays import TokenIds
-from headrace_schemas.values.base import Finite, Model, Version
+from headrace_schemas.values.base import Finite, Model, TokenIds, Version
 from headrace_trainer.experiences.history import History
 
 AGE_MAX = timedelta(days=30)
