@@ -271,7 +271,7 @@ def test_the_line_of_a_wrong_byte_is_counted() -> None:
 
 OWN = {
     "packages/operations/src/headrace_operations/replay/runner.py",
-    "packages/cli/src/headrace_cli/demo/demo_run.py", "services/trainer/src/headrace_trainer/ray_learner/cluster.py",
+    "packages/cli/src/headrace_cli/demo/demo_run.py",
     "services/trainer/src/headrace_trainer/ray_learner/rank.py",
     "services/trainer/src/headrace_trainer/trinity_learner/disk.py",
     "services/trainer/src/headrace_trainer/torch_learner/model/sequence_bound.py",
