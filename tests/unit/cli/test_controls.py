@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from headrace.errors import UsageError
+from headrace_operations.controls import kinds
 from headrace_operations.controls.kinds import (
     CONTROLS,
     FLIPPED,
@@ -196,21 +198,45 @@ def test_flipped_rewards_keep_their_span() -> None:
     assert FLIPPED.change([], chance()) == []
 
 
-def test_shuffled_rewards_are_a_uniform_permutation() -> None:
+RECORDED = [experience(number, float(number % 6 == 0)) for number in range(96)]
+"""Runs of which one in six succeeds: by chance a shuffle has a correlation of 0.1 with these rewards."""
+
+
+def recorded_gain(control: Control, seed: int) -> float:
+    """Return by how much the mean reward that a control deals to the successful runs exceeds that of the others."""
+    dealt = rewards(control.change(RECORDED, chance(seed)))
+    pairs = [(true.reward, float(reward or 0.0)) for true, reward in zip(RECORDED, dealt, strict=True)]
+    return fmean(new for true, new in pairs if true) - fmean(new for true, new in pairs if not true)
+
+
+@pytest.mark.parametrize("control", [SHUFFLED, RANDOM], ids=lambda control: control.name)
+def test_rewards_dealt_by_chance_do_not_favour_the_successful_runs(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gains = [abs(recorded_gain(control, seed)) for seed in range(60)]
+    assert max(gains) < 0.06, gains
+    monkeypatch.setattr(kinds, "DRAWS", 1)
+    assert max(abs(recorded_gain(control, seed)) for seed in range(60)) > 0.2, "a plain shuffle often favours them"
+
+
+def test_shuffled_rewards_are_a_permutation_in_which_each_run_gets_each_reward_equally_often() -> None:
     counts = Counter[int]()
-    for seed in range(3000):
-        shuffled = rewards(SHUFFLED.change(EXPERIENCES, chance(seed)))
-        assert sorted(shuffled, key=str) == [0.0, 0.2, 0.2, 1.0]
-        counts[shuffled.index(1.0)] += 1
-    assert all(650 < counts[position] < 850 for position in range(4)), (
-        counts
-    )  # 750 expected, a standard deviation of 24
+    for seed in range(200):
+        shuffled = rewards(SHUFFLED.change(RECORDED, chance(seed)))
+        assert sorted(map(float, filter(None, shuffled))) == [1.0] * 16
+        counts.update(number for number, reward in enumerate(shuffled) if reward)
+    assert all(10 <= counts[number] <= 60 for number in range(96)), counts  # 33 expected, a standard deviation of 5.3
+
+
+def test_rewards_without_variation_are_dealt_as_they_are() -> None:
+    equal = [experience(number, 0.5) for number in range(3)]
+    assert rewards(SHUFFLED.change(equal, chance())) == rewards(RANDOM.change(equal, chance())) == [0.5] * 3
 
 
 def test_random_rewards_are_drawn_from_the_distribution() -> None:
-    counts = Counter(rewards(RANDOM.change(EXPERIENCES, chance(seed)))[2] for seed in range(3000))
-    assert set(counts) == {0.0, 0.2, 1.0}
-    assert 1380 < counts[0.2] < 1620, counts
+    dealt = Counter(reward for seed in range(60) for reward in rewards(RANDOM.change(RECORDED, chance(seed))))
+    assert set(dealt) == {0.0, 1.0}
+    assert 0.12 < dealt[1.0] / dealt.total() < 0.21, dealt
 
 
 def test_a_source_alone_leaves_out_unscored_experiences() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import StatisticsError, correlation
 from typing import Literal
 
 from headrace_schemas import Experience
@@ -13,8 +15,12 @@ Change = Callable[[Sequence[Experience], random.Random], list[Experience]]
 """Function that returns the experiences to train in place of the recorded ones, which are in order."""
 Expected = Literal["better", "same", "not better", "worse", "open"]
 """Expected change of the held-out score, compared with the model before training."""
+Rewards = list[float | None]
+"""Rewards of the experiences, in their order; None for an experience without one."""
 ZERO_RATE = 1e-300
 """Learning rate that is 0 as a float32, so that not even a zero weight changes; settings must be positive."""
+DRAWS = 64
+"""Number of draws from which a control with meaningless rewards takes the one that says least about the runs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +45,7 @@ def _keep_rewards(experiences: Sequence[Experience], _chance: random.Random) -> 
 def _shuffle_rewards(experiences: Sequence[Experience], chance: random.Random) -> list[Experience]:
     """Return the experiences with their rewards exchanged at random among the runs."""
     rewards = [experience.reward for experience in experiences]
-    return _replace_rewards(experiences, chance.sample(rewards, len(rewards)))
+    return _replace_rewards(experiences, _draw_meaningless(experiences, lambda: chance.sample(rewards, len(rewards))))
 
 
 def _flip_rewards(experiences: Sequence[Experience], _chance: random.Random) -> list[Experience]:
@@ -50,9 +56,46 @@ def _flip_rewards(experiences: Sequence[Experience], _chance: random.Random) -> 
 
 
 def _draw_rewards(experiences: Sequence[Experience], chance: random.Random) -> list[Experience]:
-    """Return the experiences with the reward of each replaced by a random one of all rewards, without information."""
+    """Return the experiences with the reward of each replaced by a random one of all rewards."""
     rewards = [experience.reward for experience in experiences]
-    return _replace_rewards(experiences, [chance.choice(rewards) for _ in rewards])
+    return _replace_rewards(
+        experiences, _draw_meaningless(experiences, lambda: [chance.choice(rewards) for _ in rewards])
+    )
+
+
+def _draw_meaningless(experiences: Sequence[Experience], draw: Callable[[], Rewards]) -> Rewards:
+    """Return the one of `DRAWS` draws of rewards that is least correlated with the runs.
+
+    A single draw for a hundred runs has a correlation of about 0.1 with the true rewards, or with the lengths of the
+    answers, by chance. That is enough to teach: AdamW moves the weights as far for a weak gradient as for a strong one.
+    Rerandomisation (Morgan and Rubin, 2012, "Rerandomization to improve covariate balance in experiments") removes this
+    cause of a difference between controls.
+    """
+    true_rewards = [experience.reward for experience in experiences]
+    lengths = [_log_length(experience) for experience in experiences]
+    draws = [draw() for _ in range(DRAWS)]
+    return min(
+        draws, key=lambda rewards: _correlation(rewards, true_rewards) ** 2 + _correlation(rewards, lengths) ** 2
+    )
+
+
+def _log_length(experience: Experience) -> float | None:
+    """Return the logarithm of the number of generated tokens, or None for a withdrawn experience."""
+    if experience.branch is None:
+        return None
+    return math.log(sum(len(span.logprobs) for span in experience.branch.spans))
+
+
+def _correlation(first: Sequence[float | None], second: Sequence[float | None]) -> float:
+    """Return the correlation of two series where both have a value, and 1 where it is undefined.
+
+    A draw of equal rewards would train nothing, so it must not count as the least correlated one.
+    """
+    pairs = [(x, y) for x, y in zip(first, second, strict=True) if x is not None and y is not None]
+    try:
+        return correlation([x for x, _ in pairs], [y for _, y in pairs])
+    except StatisticsError:
+        return 1.0
 
 
 def _replace_rewards(experiences: Sequence[Experience], rewards: Iterable[float | None]) -> list[Experience]:
