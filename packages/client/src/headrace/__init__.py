@@ -22,14 +22,16 @@ __path__ = extend_path(__path__, __name__)
 """Folders of the package: in a checkout, the modules of headrace-integrations are in a folder of their own."""
 
 if TYPE_CHECKING:
-    from headrace.client import AsyncClient, AsyncSession, Client, Session
+    from headrace.async_client import AsyncClient, AsyncSession
+    from headrace.client import Client, Session
     from headrace.errors import ApiError, HeadraceError, Unreachable
     from headrace.rollouts import ModelManager
 else:
     __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "headrace.client": ("AsyncClient", "AsyncSession", "Client", "Session"),
+            "headrace.async_client": ("AsyncClient", "AsyncSession"),
+            "headrace.client": ("Client", "Session"),
             "headrace.errors": ("ApiError", "HeadraceError", "Unreachable"),
             "headrace.rollouts": ("ModelManager",),
         },

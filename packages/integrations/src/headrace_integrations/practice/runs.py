@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from headrace.client import AsyncClient, AsyncSession
+from headrace.async_client import AsyncClient, AsyncSession
 from headrace.errors import HeadraceError, UsageError
 from headrace.sessions import Purpose, new_id
 from headrace_integrations.stack import Stack

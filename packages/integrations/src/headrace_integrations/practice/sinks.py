@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from headrace.client import AsyncClient
+from headrace.async_client import AsyncClient
 from headrace.errors import UsageError
 from headrace.sessions import DEFAULT_URL, gateway_root
 from headrace_integrations.practice.runs import SOLO, Run

@@ -13,7 +13,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from headrace.client import AsyncClient, Client
+from headrace.async_client import AsyncClient
+from headrace.client import Client
 from headrace.errors import ApiError, Retries, UsageError, send_with_retries
 from headrace_operations.arguments import model_name
 from headrace_schemas.http.catalog import ServeRequest
