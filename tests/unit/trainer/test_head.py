@@ -187,7 +187,7 @@ CHUNKS = head._chunks
 FAULTS: list[tuple[str, Any]] = [
     ("_chunks", dropped_last),
     ("_chunks", overlapping),
-    ("Tail.back", lambda self, gradient, answer: gradient),
+    ("Tail.gradient", lambda self, gradient, answer: gradient),
     ("add_product", lambda total, left, right: total.copy_(left @ right)),
 ]
 

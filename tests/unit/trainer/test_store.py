@@ -200,7 +200,7 @@ async def test_two_lineages_share_a_store(world: World, make: Make) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": "other"}, r"trainer\.model = 'other': lineage main is of model m"),
+        ({"model": "other"}, r"trainer\.model = 'other': lineage main trains m"),
         ({"lora": {"rank": 4}}, r"trainer\.lora\.rank = 4: lineage main is trained as full"),
         ({"base": "nowhere"}, r"trainer\.base = 'nowhere': is not a folder"),
     ],

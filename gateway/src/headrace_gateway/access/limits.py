@@ -142,7 +142,6 @@ class RequestLimits:
         bytes_per_hour: int = CaptureSettings().tenant_bytes_per_hour,
     ) -> None:
         self._clock = clock
-        self._total_settings = total
         self._total = Meter(total, clock)
         self._of_tenant = None if tenant_share is None else _part(total, tenant_share)
         self._bytes_per_hour = bytes_per_hour
