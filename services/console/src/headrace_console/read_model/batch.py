@@ -8,10 +8,10 @@ gives the same rows, so a batch may be read again after a crash.
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from sqlalchemy.ext.asyncio import AsyncConnection
@@ -149,9 +149,8 @@ class Batch:
         await self._load_members(events)
         await self.side.load(self._tx, log_events, self)
         before = await self._snapshot()
-        for log_event in log_events:
+        async for log_event in with_pauses(log_events):
             self._effects.apply(log_event.event, log_event.partition, log_event.offset)
-            await asyncio.sleep(0)
         await self.side.store_steps(self._tx)
         await self._store(before)
 
@@ -341,6 +340,7 @@ def turn_ids_of(event: Event) -> Sequence[str]:
     return (event.turn_id,) if isinstance(event, Reward) and event.turn_id is not None else ()
 
 
+@lru_cache(maxsize=4096)
 def trajectory_name(trajectory_id: str) -> bytes:
     """Return the packed event id of a trajectory."""
     return pack_id(derived_id("trajectory", trajectory_id))

@@ -19,7 +19,7 @@ from headrace_console.read_model import tables
 from headrace_console.read_model.batch import Batch, LogEvent
 from headrace_console.read_model.queries import Row, position_of
 from headrace_console.read_model.retention import delete_expired
-from headrace_console.read_model.row_sets import upsert_all
+from headrace_console.read_model.row_sets import upsert_all, with_pauses
 from headrace_console.read_model.rows import Names
 from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.errors import InvalidEvent, Unavailable
@@ -152,7 +152,7 @@ class TopicFollower:
         that cannot be applied is logged and skipped, so that it does not stop the others.
         """
         decoder = BatchDecoder(self._clock)
-        events = [await self._decode(record, decoder) for record in records]
+        events = [await self._decode(record, decoder) async for record in with_pauses(records)]
         try:
             await self._commit(records, events)
         except Exception as error:
@@ -186,7 +186,6 @@ class TopicFollower:
         return epoch_ms(self._clock.now()) // tables.DAY_MS
 
     async def _decode(self, record: Record, decoder: BatchDecoder) -> Event | None:
-        await asyncio.sleep(0)  # decoding a small record does not yield to other tasks
         try:
             return (await decoder.decode(record, self._blobs)).event
         except InvalidEvent:

@@ -10,6 +10,7 @@ import base64
 import re
 import uuid
 from collections.abc import Iterable
+from functools import lru_cache
 
 from headrace_schemas.values.ids import RESPONSE_ID, RESPONSE_PREFIX
 
@@ -21,8 +22,11 @@ TAIL_BYTES = 16
 _RESPONSE_BYTES = 26
 _OTHER_BYTES_MIN = 27
 _BITS, _MORE = 0x7F, 0x80
+_KEYS_CACHED = 4096
+"""Number of session keys whose forms are cached, because a batch converts each of its keys many times."""
 
 
+@lru_cache(maxsize=_KEYS_CACHED)
 def _key_bytes(key: str) -> bytes:
     return base64.b32decode(key.upper())
 
@@ -51,6 +55,7 @@ def pack_key(text: str) -> bytes:
     return _key_bytes(text) if _SESSION_KEY.fullmatch(text) else text.encode("utf-8", "surrogatepass").ljust(11, b"\0")
 
 
+@lru_cache(maxsize=_KEYS_CACHED)
 def unpack_key(packed: bytes) -> str:
     """Restore a session key from its compact form."""
     return base64.b32encode(packed).decode().lower()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Generic, TypeVar
@@ -21,16 +22,21 @@ from headrace_console.read_model.rows import ExperienceRow, LetterRow, SessionRo
 from headrace_runtime.storage.tables import is_one_of, split_into_batches, upsert_statement
 
 T = TypeVar("T")
-_ITEMS_AT_ONCE = 100
-"""Number of events or rows that are processed before other tasks run."""
+_TURN_S = 0.002
+"""Seconds for which events or rows are processed before other tasks run."""
 
 
 async def with_pauses(items: Iterable[T]) -> AsyncIterator[T]:
-    """Yield events or rows, and let other tasks run after each `_ITEMS_AT_ONCE` of them."""
-    for number, item in enumerate(items):
-        if number % _ITEMS_AT_ONCE == _ITEMS_AT_ONCE - 1:
-            await asyncio.sleep(0)
+    """Yield events or rows, and let other tasks run after each `_TURN_S` of their processing.
+
+    A pause for each item would cost more than the processing of most items.
+    """
+    began_s = time.monotonic()
+    for item in items:
         yield item
+        if time.monotonic() - began_s > _TURN_S:
+            await asyncio.sleep(0)
+            began_s = time.monotonic()
 
 
 async def upsert_all(
