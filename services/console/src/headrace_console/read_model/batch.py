@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
@@ -205,8 +206,9 @@ class Batch:
 
     async def _begin(self) -> None:
         await self._names.refresh(self._tx)
-        for rows in self._row_sets:
-            await rows.begin(self._tx)
+        last_ids = (await self._tx.execute(select(*(rows.last_id for rows in self._row_sets)))).one()
+        for rows, last_id in zip(self._row_sets, last_ids, strict=True):
+            rows.begin(last_id)
 
     async def _load_named(self, events: Iterable[Event]) -> None:
         """Load the rows whose id or key occurs in an event."""

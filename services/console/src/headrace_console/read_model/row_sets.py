@@ -10,9 +10,10 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
-from sqlalchemy import ColumnElement, LargeBinary, RowMapping, Select, Table, Text, delete, func, select
+from sqlalchemy import ColumnElement, LargeBinary, RowMapping, ScalarSelect, Select, Table, Text, delete, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
@@ -103,6 +104,7 @@ class RowSet(Generic[R]):
         self._row: type[R] = row
         self._key = key
         self._columns = [field.name for field in fields(row) if field.name in table.c]
+        self._values: Callable[[R], tuple[Any, ...]] = attrgetter(*self._columns)
         self._conversions = {
             name: (read, write)
             for name, (kind, read, write) in _CONVERSIONS.items()
@@ -144,10 +146,14 @@ class RowSet(Generic[R]):
         del self._by_id[row.id], self._by_key[tuple(getattr(row, name) for name in self._key)]
         self._removed.append(row.id)
 
-    async def begin(self, tx: AsyncConnection) -> None:
-        """Read the highest id in the table. New rows get the ids after it."""
-        last = await tx.scalar(select(func.max(self._table.c.id)))
-        self._next_id = (last or 0) + 1
+    @property
+    def last_id(self) -> ScalarSelect[int]:
+        """Query for the highest id of the table."""
+        return select(func.max(self._table.c.id)).scalar_subquery()
+
+    def begin(self, last_id: int | None) -> None:
+        """Number new rows after the highest id of the table, None if the table is empty."""
+        self._next_id = (last_id or 0) + 1
 
     async def load_keys(self, tx: AsyncConnection, keys: Collection[tuple[Any, ...]]) -> None:
         """Load the rows with these values of the unique key."""
@@ -210,9 +216,6 @@ class RowSet(Generic[R]):
         for name, (_, write) in self._conversions.items():
             record[name] = write(record[name])
         return record
-
-    def _values(self, row: R) -> tuple[Any, ...]:
-        return tuple(getattr(row, name) for name in self._columns)
 
     async def write_changes(self, tx: AsyncConnection) -> None:
         """Write new and changed rows, and delete the removed ones."""

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from sqlalchemy import delete, insert, select, tuple_
+from sqlalchemy import delete, func, insert, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import queries, review_tables, tables
@@ -100,6 +100,9 @@ class SideRows:
             self._known_steps = {(row.lineage, row.account) for row in rows}
 
     async def _load_refusals(self, tx: AsyncConnection, events: Iterable[Event]) -> None:
+        table = tables.refusals
+        if await tx.scalar(select(func.min(table.c.name))) is None:
+            return  # usually no event was refused, and the names of all events would cost much
         names = set()
         async for event in with_pauses(events):
             if isinstance(event, Turn | Trajectory | Experience):
@@ -108,12 +111,10 @@ class SideRows:
                 names.update(map(pack_id, event.turn_ids))
             elif isinstance(event, DeadLetter):
                 names.add(pack_id(event.source_id))
-        if names:
-            table = tables.refusals
-            for part in split_into_batches(names):
-                rows = await tx.execute(select(table.c.name).where(table.c.name.in_(part)))
-                self._known_refusals.update(bytes(name) for name in rows.scalars())
-            self.refusals = set(self._known_refusals)
+        for part in split_into_batches(names):
+            rows = await tx.execute(select(table.c.name).where(table.c.name.in_(part)))
+            self._known_refusals.update(bytes(name) for name in rows.scalars())
+        self.refusals = set(self._known_refusals)
 
     async def _load_rewards(self, tx: AsyncConnection, events: Iterable[Event], batch: Batch) -> None:
         rewarded = set()

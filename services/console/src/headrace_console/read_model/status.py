@@ -112,9 +112,11 @@ class Statuses:
         trained.
         """
         turn_id = unpack_id(state.turn.name)
+        several = len(experiences) > 1
+        ordered = sorted(experiences, key=lambda row: unpack_id(row.name)) if several else experiences
         in_training = [
             self._outcomes_of(row, lineage).status(turn_id, row.revision, state.no_logprobs, refused=row.refused)
-            for row in sorted(experiences, key=lambda row: unpack_id(row.name))
+            for row in ordered
         ]
         status, detail = turn_statuses(state.facts, in_training)[0]
         return self._names.shared_number(status_name((status, detail)), other=status_name((status, OTHER)))
