@@ -257,7 +257,8 @@ def questions(response: str, version: str, queue: str) -> list[tuple[str, list[S
         (
             "Is it learning?",
             [],
-            rf"{MODEL}.*(learns|got worse|not shown to change|(no|only the first) version has an audit score"
+            rf"{MODEL}.*(learns|has learned|got worse|not shown to change"
+            r"|(no|only the first) version has an audit score"
             r"|the first version is the champion)",
         ),
         ("Why does nothing train?", [("follow", "Why")], r"What to do|being trained|No cause was found"),

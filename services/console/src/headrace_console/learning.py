@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
@@ -15,6 +15,17 @@ from headrace_schemas.http.registry_api import VersionState
 Z95 = 1.96
 _PLATEAU_VERSIONS_MIN = 3
 """Number of versions without a higher score after which a model that has learned is reported as not rising any more."""
+_HIGH_SCORE = 0.9
+"""Score from which on a plateau needs no remedy."""
+_VERBS = {
+    "promoted": "took over", "rejected": "was refused", "skipped": "was skipped", "rolled_back": "was taken back",
+    "withdrawn": "was withdrawn", "begin": "began a rollout", "advance": "got a larger share", "hold": "was held",
+}  # fmt: skip
+"""Verbs for decisions and for steps of rollouts, which have precedence."""
+_REFUSAL_VERBS = {
+    "rejected": "Refused", "skipped": "Skipped", "rolled_back": "Taken back", "withdrawn": "Withdrawn",
+    "begin": "", "advance": "", "hold": "Held",
+}  # fmt: skip
 REFUSED_STATES = frozenset({"rejected", "withdrawn", "skipped"})
 
 
@@ -29,6 +40,7 @@ class ScoredVersion:
     error: float
     """Standard error of the score."""
     plays: int
+    registered_at: datetime
 
     @property
     def lower(self) -> float:
@@ -52,7 +64,7 @@ class Learning:
     version's.
     """
 
-    verdict: Literal["learns", "worse", "unclear", "unmeasured"]
+    verdict: Literal["learns", "plateau", "worse", "unclear", "unmeasured"]
     sentence: str
     swapped_at: datetime | None = None
     """Time of the last promotion."""
@@ -119,6 +131,90 @@ def describe_numbers(event: ModelEvent) -> str:
     return f"after {numbers['tasks']:,.0f} tasks{against}"
 
 
+def last_decision(version: VersionState) -> ModelEvent | None:
+    """Return the last decision that changed the state of a version, or None before the first one."""
+    return next((event for event in reversed(version.decisions) if event.decision in _VERBS), None)
+
+
+def describe_refusal(event: ModelEvent | None) -> str:
+    """Return a sentence with the rules that refused a version, each with its figure and its limit.
+
+    It is the reason alone for decisions without such numbers, and empty for decisions that refuse nothing.
+    """
+    verb = "" if event is None else _verb(event, _REFUSAL_VERBS)
+    if event is None or not verb:
+        return ""
+    reason, numbers = event.reason or "no reason was given", event.statistics
+    if reason.startswith("harm: "):
+        metrics = [part.partition(" at ")[0] for part in reason.removeprefix("harm: ").split(", ")]
+        rules = [_describe_guardrail(metric, numbers) for metric in dict.fromkeys(metrics)]
+    else:
+        rules = [
+            rule
+            for name, prefix in (("champion", ""), ("anchor", "anchor_"))
+            if (event.reason is None or _names_opponent(reason, prefix, event.previous))
+            and (rule := _describe_margin(name, prefix, numbers))
+        ]
+        if "gate.minimum_score" in reason and "minimum_score" in numbers:
+            rules.append(
+                f"the minimum score (registry.gate.minimum_score): not reached, limit {numbers['minimum_score']:g}"
+            )
+    if not rules:
+        return f"{verb}: {reason}."
+    undecided = ""
+    if reason.startswith("undecided"):
+        undecided = " The interval had to lie above the limit before the tasks ran out, and it did not."
+    return f"{verb} by {' and by '.join(rules)}.{undecided}"
+
+
+def describe_decision(version: VersionState) -> str:
+    """Return a sentence about the last decision that changed the state of a version."""
+    event = last_decision(version)
+    if event is None:
+        return f"{version.id} is {version.state.replace('_', ' ')}; nothing was decided about it yet."
+    author = f" by {event.who}" if event.who else ""
+    against = f", compared with {event.previous}" if event.previous else ""
+    numbers = f" {numbers}" if (numbers := describe_numbers(event)) else ""
+    reason = f": {event.reason}" if event.reason else ""
+    return f"{version.id} {_verb(event, _VERBS)}{author}{against}{numbers}{reason}"
+
+
+def _verb(event: ModelEvent, verbs: Mapping[str, str]) -> str:
+    """Return the verb for the step of a rollout if it has one, otherwise that for the decision, or an empty text."""
+    step = "" if event.rollout is None else event.rollout.kind
+    return verbs.get(step, verbs.get(event.decision, ""))
+
+
+def _names_opponent(reason: str, prefix: str, champion: str | None) -> bool:
+    """Return whether the reason of the gate names the anchor, or for an empty `prefix` the champion."""
+    if prefix:
+        return "the anchor " in reason
+    return champion is not None and champion in reason.replace(f"the anchor {champion}", "")
+
+
+def _describe_margin(name: str, prefix: str, numbers: Mapping[str, float]) -> str:
+    """Return the rule of the gate about the champion or the anchor with its figure and limit; empty without numbers."""
+    difference, margin = (numbers.get(f"{prefix}{field}") for field in ("difference", "margin"))
+    if difference is None or margin is None:
+        return ""
+    error = numbers.get(f"{prefix}standard_error")
+    width = f" ± {Z95 * error:.2f}" if error else ""
+    tasks = f" after {numbers['tasks']:,.0f} tasks" if "tasks" in numbers else ""
+    return f"the margin against the {name}: difference {difference:+.2f}{width}{tasks}, limit {-margin:+.2f}"
+
+
+def _describe_guardrail(metric: str, numbers: Mapping[str, float]) -> str:
+    """Return the guardrail of a rollout that has shown harm, with its difference and its limit."""
+    figures = [numbers.get(f"{metric}.{field}") for field in ("difference", "lower", "upper")]
+    rule = f"the guardrail {metric}"
+    difference, lower, upper = figures
+    if difference is None or lower is None or upper is None:
+        return f"{rule}, which was shown to be worse"
+    units = f" after {numbers['candidate_units']:,.0f} units" if "candidate_units" in numbers else ""
+    limit = "limit 0 or the loss that the guardrail tolerates"
+    return f"{rule}: difference {difference:+.3f} ({lower:+.3f} to {upper:+.3f}){units}, {limit}"
+
+
 def scored_versions(versions: Sequence[VersionState]) -> list[ScoredVersion]:
     """Return the versions that have an audit score, by ascending step.
 
@@ -132,7 +228,8 @@ def scored_versions(versions: Sequence[VersionState]) -> list[ScoredVersion]:
         numbers = audits[-1].statistics
         plays = numbers.get("tasks", 0.0)
         error = max(numbers.get("score_standard_error", 0.5), 1 / (plays + 2))
-        scored.append(ScoredVersion(version.id, version.step, version.state, numbers["score"], error, int(plays)))
+        score, at = numbers["score"], version.registered_at
+        scored.append(ScoredVersion(version.id, version.step, version.state, score, error, int(plays), at))
     return sorted(scored, key=lambda version: (version.step, version.version))
 
 
@@ -166,23 +263,37 @@ def describe_learning(model: str, champion: str | None, versions: Sequence[Versi
         f"(95 %: {lower:+.2f} to {upper:+.2f})"
     )
     if lower > 0:
-        course = [version for version in scored if version.step <= last.step]
-        return Learning("learns", f"{model} learns: {numbers}.{_describe_plateau(course)}{pending}", swapped_at)
+        plateau = _describe_plateau([version for version in scored if version.step <= last.step])
+        if plateau:
+            return Learning(
+                "plateau", f"{model} has learned but no longer rises: {numbers}. {plateau}{pending}", swapped_at
+            )
+        return Learning("learns", f"{model} learns: {numbers}.{pending}", swapped_at)
     if upper < 0:
         return Learning("worse", f"{model} got worse: {numbers}.{pending}", swapped_at)
     return Learning("unclear", f"{model} is not shown to change: {numbers}.{pending}", swapped_at)
 
 
 def _describe_plateau(scored: Sequence[ScoredVersion]) -> str:
-    """Return a sentence about a plateau: the number of versions since the one with the highest score.
+    """Return the length of a plateau and what to do, or an empty text if the score rose recently.
 
-    The text is empty if there are fewer than `_PLATEAU_VERSIONS_MIN` of them.
+    A plateau begins at the version with the highest score if at least `_PLATEAU_VERSIONS_MIN` versions follow it.
 
     Args:
         scored: versions by step, at least one.
     """
-    highest = max(scored, key=lambda version: version.score)  # the first one of several
+    highest, newest = max(scored, key=lambda version: version.score), scored[-1]  # the first highest one of several
     count = len({version.step for version in scored if version.step > highest.step})
     if count < _PLATEAU_VERSIONS_MIN:
         return ""
-    return f" No rise in the last {count} versions: step {highest.step} reached {highest.score:.2f}."
+    hours = (newest.registered_at - highest.registered_at).total_seconds() / 3600
+    period = f"{hours:.1f} hours" if hours >= 1 else f"{60 * hours:.0f} minutes"
+    remedy = (
+        "The score is near its maximum: add harder tasks if the agent must learn more."
+        if highest.score >= _HIGH_SCORE
+        else "Add tasks or a reward source that tells good answers from bad ones; the page Rewards shows which differ."
+    )
+    return (
+        f"No rise in the last {count} versions ({newest.step - highest.step} steps, {period}): step {highest.step} "
+        f"reached {highest.score:.2f}. {remedy}"
+    )

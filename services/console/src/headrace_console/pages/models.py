@@ -66,6 +66,11 @@ async def model(visit: Visit) -> Response:
         model=state,
         versions=versions,
         scores={score.version: score for score in learning.scored_versions(versions)},
+        refusals={
+            version.id: refusal
+            for version in versions
+            if (refusal := learning.describe_refusal(learning.last_decision(version)))
+        },
         refused=[version for version in versions if _REFUSALS & {event.decision for event in version.decisions}],
         described=learning.describe_learning(state.id, state.champion, versions),
         versions_max=VERSIONS_MAX,
@@ -81,7 +86,8 @@ async def version(visit: Visit) -> Response:
         "version.html",
         version=version,
         model=model,
-        sentence=describe_decision(version),
+        sentence=learning.describe_decision(version),
+        refusal=learning.describe_refusal(learning.last_decision(version)),
         number_names=NUMBER_NAMES,
         can_promote=visit.user.has_role("operator") and version.state not in _UNPROMOTABLE and not version.retired,
         can_withdraw=visit.user.has_role("operator") and version.state != "withdrawn" and version.id != model.champion,
@@ -120,29 +126,6 @@ def match_version(visit: Visit, versions: Iterable[VersionState]) -> VersionStat
     if len(matches) != 1:
         raise NotFound
     return matches[0]
-
-
-def describe_decision(version: VersionState) -> str:
-    """Return a sentence about the last decision that changed the state of a version."""
-    words = {
-        "promoted": "took over",
-        "rejected": "was refused",
-        "skipped": "was skipped",
-        "rolled_back": "was taken back",
-        "withdrawn": "was withdrawn",
-    }
-    decisions = [event for event in version.decisions if event.decision in words]
-    if not decisions:
-        return f"{version.id} is {version.state.replace('_', ' ')}; nothing was decided about it yet."
-    event = decisions[-1]
-    verb = words[event.decision]
-    if event.rollout is not None and event.rollout.kind in ("begin", "advance", "hold"):
-        verb = {"begin": "began a rollout", "advance": "got a larger share", "hold": "was held"}[event.rollout.kind]
-    author = f" by {event.who}" if event.who else ""
-    against = f", compared with {event.previous}" if event.previous else ""
-    numbers = f" {numbers}" if (numbers := learning.describe_numbers(event)) else ""
-    reason = f": {event.reason}" if event.reason else ""
-    return f"{version.id} {verb}{author}{against}{numbers}{reason}"
 
 
 ORDERS = ("up", "down")
