@@ -252,6 +252,8 @@ async def test_rewards_page_names_the_two_weighted_sources_that_disagree_most(
     assert sentence is not None, page
     if unweighted:
         return
+    other_pairs = re.findall(r'<th scope="row">([a-z:]+ and [a-z:]+)</th>', page)
+    assert set(other_pairs) == {"correct and judge:help", "concise and correct"}
     assert "32 % of 40 turns or runs that both scored have the same score from both." in sentence[1]
     assert re.search(r"beyond chance: -?0\.[0-9]{3} \(95 %: -0\.[0-9]{3} to 0\.[0-9]{3}\)", sentence[1]), sentence[1]
 

@@ -318,7 +318,7 @@ async def test_upgrade_to_smaller_rows_reads_the_topics_again_and_keeps_queues(d
     await apply(database, events, DAY)
     modules = [
         importlib.import_module(f"headrace_console.migrations.{name}")
-        for name in ("0005_smaller_rows", "0006_smaller_indexes", "0007_means_and_edits")
+        for name in ("0005_smaller_rows", "0006_smaller_indexes", "0007_means_and_edits", "0008_edited_sessions")
     ]
 
     def upgrade(connection: Connection) -> None:

@@ -198,6 +198,7 @@ async def test_previous_page_of_a_search_continues_from_where_it_stopped(
 def as_before(connection: Connection) -> None:
     """Change the tables to those of the migration before."""
     with Operations.context(MigrationContext.configure(connection)):
+        op.drop_index("ix_sessions_edits", "sessions")
         op.drop_column("hours", "total")
         op.drop_column("sessions", "edits")
         op.drop_index("ix_turns_session", "turns")

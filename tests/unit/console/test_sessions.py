@@ -75,6 +75,33 @@ async def test_session_states_whether_an_answer_was_edited(stand: Stand) -> None
     assert "To state it, follow “Score or edit this turn” below." in page
 
 
+async def test_edited_sessions_are_listed_with_the_number_of_their_edits(stand: Stand) -> None:
+    content = Message(role="assistant", content="Ada.")
+    edits = [
+        Feedback(time=START, feedback_id=f"e{at}", session_key=KEY, msg_ids=(TURN_ID,), edit=content, rater=rater)
+        for at, rater in enumerate(("ann", "bob"))
+    ]
+    await apply(stand, [*session_events(), *edits])
+    stand.clock.now = lambda: START + timedelta(hours=1)  # type: ignore[method-assign]
+    client = await stand.signed_in()
+    page = (await client.get("/sessions?edited=yes")).text
+    assert f'href="/s/{KEY}"' in page
+    assert "2 edits" in page
+    rewards = (await client.get("/rewards")).text
+    assert '<a href="/sessions?edited=yes&amp;tenant=default">1 session of these days</a>' in rewards
+
+
+async def test_loop_states_the_last_call_of_a_user(stand: Stand) -> None:
+    evaluated = session_key("default", "e")
+    later = {"session_key": evaluated, "purpose": "eval", "time": START + timedelta(hours=1)}
+    client = await stand.signed_in()
+    await apply(stand, [turn(response_id(evaluated), **later)])
+    assert "No user among the last 500 calls." in (await client.get("/")).text
+    await apply(stand, session_events())
+    page = (await client.get("/")).text
+    assert 'Last call of a user: <time datetime="2026-01-01T00:00' in page
+
+
 async def test_loop_shows_the_account_of_the_tenants_that_the_user_may_see(tmp_path: Path) -> None:
     stand = Stand(tmp_path, tenants=("default",))
     client = await stand.signed_in()
@@ -106,6 +133,7 @@ async def test_loop_shows_the_account_of_the_tenants_that_the_user_may_see(tmp_p
         ("reward_max=0.4", False),
         ("outcome=abstained&thumb=down", True),
         ("outcome=failed", False),
+        ("edited=yes", False),
         ("arm=candidate", False),
         ("since=2026-01-01T00:00", True),
         ("since=2026-01-01T00:01", False),
@@ -138,6 +166,7 @@ async def test_list_applies_filter(stand: Stand, query: str, *, is_listed: bool)
         "order=reward",
         "status=lost",
         "evaluation=no",
+        "edited=no",
     ],
 )
 async def test_list_refuses_unknown_value_by_name(stand: Stand, query: str) -> None:
@@ -352,7 +381,15 @@ async def test_queries_never_scan_whole_tables(stand: Stand) -> None:
     await apply(stand, [*_sessions(50), *session_events(), letter(session_events()[0], "collector")])
     client = await stand.signed_in()
     with recorded(stand.console.database) as statements:
-        for query in ("", "thumb=down", "status=trained", f"version={VERSION}", "task=invoices", "outcome=failed"):
+        for query in (
+            "",
+            "edited=yes",
+            "thumb=down",
+            "status=trained",
+            f"version={VERSION}",
+            "task=invoices",
+            "outcome=failed",
+        ):
             assert (await client.get(f"/sessions?{query}")).status_code == 200
         letters = "/dead-letters/group?service=collector&topic=turns&reason=invalid_event"
         for address in (f"/s/{KEY}", f"/r/{TURN_ID}", "/rewards", "/dead-letters", letters, "/"):

@@ -86,27 +86,29 @@ def agreement_of(answers: Answers, judges: Sequence[str], *, are_scores: bool, s
     )
 
 
-def least_agreeing_pair(items: Collection[Mapping[str, float]], seed: int) -> PairAgreement | None:
-    """Return the two reward sources with the lowest kappa.
+def least_agreeing_pairs(items: Collection[Mapping[str, float]], seed: int) -> list[PairAgreement]:
+    """Return the pairs of columns by ascending kappa on the first `COMPARED_MAX` items that both have scored.
 
-    Each pair is compared on the first `COMPARED_MAX` items that both sources have scored.
+    Only the first pair has an interval, which takes longer than the rest. Pairs with too few common items, or
+    with equal scores of all of them, are left out.
 
     Args:
-        items: the scores of each item by source.
+        items: the scores of each item by column.
         seed: seed of the bootstrap.
-
-    Returns:
-        The agreement of the pair, or None if no two sources have enough items in common with different scores.
     """
     totals = Counter(column for scores in items for column in scores)
     columns = sorted(column for column, _ in totals.most_common(COLUMNS_MAX))
-    lowest: tuple[float, tuple[str, str], list[tuple[Any, Any]]] | None = None
+    pairs: list[tuple[PairAgreement, list[tuple[Any, Any]]]] = []
     for pair in combinations(columns, 2):
         common = _common(items, pair)[:COMPARED_MAX]
-        value = kappa(Counter(common), squared) if len(common) >= COMMON_MIN else None
-        if value is not None and (lowest is None or value < lowest[0]):
-            lowest = value, pair, common
-    return None if lowest is None else _score_pair(tuple(lowest[2]), lowest[1], seed)
+        counts = Counter(common)
+        value = kappa(counts, squared) if len(common) >= COMMON_MIN else None
+        if value is not None:
+            agreement = PairAgreement(*pair, Coefficient(len(common), value), raw_agreement(counts))
+            pairs.append((agreement, common))
+    pairs.sort(key=lambda item: item[0].kappa.value or 0.0)
+    others = [agreement for agreement, _ in pairs[1:]]
+    return [_score_pair(tuple(common), (pair.first, pair.second), seed) for pair, common in pairs[:1]] + others
 
 
 @lru_cache(maxsize=64)

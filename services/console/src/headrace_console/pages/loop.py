@@ -16,6 +16,7 @@ from headrace_console.learning import Learning, ScoredVersion
 from headrace_console.pages.page import Page, Visit
 from headrace_console.read_model import queries
 from headrace_console.read_model.queries import Counts
+from headrace_runtime.clock import from_epoch_ms
 from headrace_runtime.errors import Refused, Unavailable
 from headrace_schemas import ModelEvent
 from headrace_schemas.http.registry_api import ModelState
@@ -45,6 +46,7 @@ async def loop(visit: Visit) -> Response:
     """Show the page Loop: whether each model learns from its traffic."""
     visit.parameters()
     facts, problem = await _facts(visit)
+    counts, last_call = await _counts(visit)
     models = [await _summary(visit, state) for state in facts.models[:_MODELS_SHOWN]]
     return visit.render(
         "loop.html",
@@ -54,7 +56,9 @@ async def loop(visit: Visit) -> Response:
         cause=find_cause(facts),
         rule=visit.parts.rules.gate,
         facts=facts,
-        counts=await _counts(visit),
+        counts=counts,
+        last_call=last_call,
+        searched_calls=queries.SEARCHED_CALLS_MAX,
         as_of=visit.parts.clock.now(),
     )
 
@@ -69,13 +73,18 @@ async def _steps(visit: Visit, model: str) -> tuple[queries.Row, ...]:
     return tuple(report for report in reports if report["reward"] is not None)
 
 
-async def _counts(visit: Visit) -> Counts | None:
-    """Return the counts of the captured turns that the user may see, or None if the database does not answer."""
+async def _counts(visit: Visit) -> tuple[Counts | None, datetime | None]:
+    """Return the counts of the captured turns that the user may see, and the time of the last call.
+
+    Both are None if the database does not answer.
+    """
     try:
         async with visit.transaction() as tx:
-            return await queries.counts(tx, visit.user.scope)
+            last_ms = await queries.last_call(tx, visit.user.scope)
+            counts = await queries.counts(tx, visit.user.scope)
     except Unavailable:
-        return None
+        return None, None
+    return counts, None if last_ms is None else from_epoch_ms(last_ms)
 
 
 async def flow(visit: Visit) -> Response:
@@ -83,10 +92,11 @@ async def flow(visit: Visit) -> Response:
     visit.parameters()
     facts, problem = await _facts(visit)
     cause = find_cause(facts)
+    counts, _ = await _counts(visit)
     return visit.render(
         "flow.html",
         title=flow_title(facts, cause),
-        counts=await _counts(visit),
+        counts=counts,
         describe_reason=describe_reason,
         sessions_query=sessions_query,
         cause=cause,

@@ -1,4 +1,4 @@
-"""Page with the rewards of each source by outcome, and the two sources that agree least."""
+"""Page with the rewards of each source by outcome, and the sources that agree least."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import get_args
 
 from starlette.responses import Response
 
-from headrace_console.agreement import COMMON_MIN, COMPARED_MAX, PairAgreement, least_agreeing_pair
+from headrace_console.agreement import COMMON_MIN, COMPARED_MAX, PairAgreement, least_agreeing_pairs
 from headrace_console.pages.page import InvalidParameter, Page, Visit
 from headrace_console.pages.review_queues import coefficient_text
 from headrace_console.pages.sessions import chosen_tenant
 from headrace_console.read_model import tables
 from headrace_console.read_model.reward_queries import (
+    EDITED_MAX,
     SESSIONS_MAX,
     Scores,
     SourceRewards,
     common_scores,
+    edited_sessions,
     rewards_by_source,
 )
 from headrace_runtime.clock import epoch_ms
@@ -28,6 +30,7 @@ OUTCOMES = get_args(Outcome)
 _FAILURES = ("failed", "parse_error", "timed_out")
 _DAYS_MAX = 400
 _DAYS = "7"
+_PAIRS_SHOWN = 6
 _SEED = 0
 
 
@@ -40,17 +43,22 @@ async def rewards(visit: Visit) -> Response:
     since_ms = epoch_ms(visit.parts.clock.now() - timedelta(days=int(text)))
     sources: Mapping[str, SourceRewards] = {}
     scores: Scores = {}
+    edited = 0
     async with visit.transaction() as tx:
         tenants, tenant = await chosen_tenant(tx, visit.user, parameters)
         if tenant is not None:
             sources = await rewards_by_source(tx, tenants[tenant], since_ms // tables.HOUR_MS)
             scores = await common_scores(tx, tenants[tenant], since_ms)
+            edited = await edited_sessions(tx, tenants[tenant], since_ms)
     async with visit.parts.computation:
-        disagreement = await asyncio.to_thread(_largest_disagreement, scores, visit.parts.rules.rewards.weight)
+        disagreements = await asyncio.to_thread(_disagreements, scores, visit.parts.rules.rewards.weight)
     return visit.render(
         "rewards.html",
         sources={name: (source, histogram(source.buckets)) for name, source in sources.items()},
-        disagreement=disagreement,
+        disagreements=disagreements,
+        kappa=coefficient_text(disagreements[0][1].kappa) if disagreements else "",
+        edited=edited,
+        edited_max=EDITED_MAX,
         common_min=COMMON_MIN,
         compared_max=COMPARED_MAX,
         sessions_max=SESSIONS_MAX,
@@ -64,21 +72,16 @@ async def rewards(visit: Visit) -> Response:
     )
 
 
-def _largest_disagreement(scores: Scores, weight: Callable[[str], float]) -> tuple[str, PairAgreement, str] | None:
-    """Return the two sources with the lowest kappa: their model, their agreement, and the kappa as text.
+def _disagreements(scores: Scores, weight: Callable[[str], float]) -> list[tuple[str, PairAgreement]]:
+    """Return the pairs of sources with the lowest kappas, the lowest first, each with its model.
 
-    Return None if no kappa is defined. Sources without a `weight` are not compared, because their values are no part of
-    the reward.
+    Sources without a `weight` are not compared, because their values are no part of the reward.
     """
     pairs = []
     for model, by_target in scores.items():
         weighted = [{name: score for name, score in scored.items() if weight(name)} for scored in by_target.values()]
-        pairs.append((model, least_agreeing_pair(weighted, _SEED)))
-    defined = [(pair.kappa.value, model, pair) for model, pair in pairs if pair and pair.kappa.value is not None]
-    if not defined:
-        return None
-    _, model, pair = min(defined, key=lambda item: item[0])
-    return model, pair, coefficient_text(pair.kappa)
+        pairs += [(model, pair) for pair in least_agreeing_pairs(weighted, _SEED)]
+    return sorted(pairs, key=lambda item: item[1].kappa.value or 0.0)[:_PAIRS_SHOWN]
 
 
 def histogram(buckets: Mapping[int, int]) -> list[tuple[str, int]]:

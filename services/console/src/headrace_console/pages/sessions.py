@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -23,13 +24,14 @@ from headrace_schemas.events.feedback import Outcome
 from headrace_schemas.values.ids import session_key
 from headrace_schemas.values.text import plain_number, printable
 
-FILTERS = ("model", "version", "arm", "thumb", "reward_max", "outcome", "status", "task", "since")
+FILTERS = ("model", "version", "arm", "thumb", "reward_max", "outcome", "status", "edited", "task", "since")
 THUMBS = {"up": 1, "neutral": 0, "down": -1}
 CHOICES = {
     "arm": ("candidate", "control"),
     "thumb": tuple(THUMBS),
     "outcome": tuple(name for name in get_args(Outcome) if name in tables.FLAGS),
     "status": tables.STATUSES,
+    "edited": ("yes",),
 }
 LIST_CHOICES = {**CHOICES, "evaluation": ("hidden", "shown")}
 """Choices of the list's filters. A review queue cannot hide evaluation sessions, so `CHOICES` has no such filter."""
@@ -239,6 +241,7 @@ def parse_filter(parameters: dict[str, str]) -> Filter:
         status=parameters.get("status"),
         task=parameters.get("task"),
         since_ms=since,
+        edited="edited" in parameters,
         hides_evaluation=parameters.get("evaluation") == "hidden",
         **positions,
     )
@@ -269,12 +272,17 @@ def _session(row: queries.Row, texts: dict[int, str]) -> dict[str, object]:
         "reward": row["reward"],
         "thumb": thumb,
         "status": ", ".join(statuses),
-        "flags": ", ".join(_flag_label(name) for name, bit in tables.FLAGS.items() if row["flags"] & bit),
+        "flags": ", ".join(_flag_label(name, row) for name, bit in tables.FLAGS.items() if row["flags"] & bit),
     }
 
 
-def _flag_label(flag: str) -> str:
-    """Return the label of a flag. A flag for an outcome of a reward source begins with "reward source: "."""
+def _flag_label(flag: str, row: queries.Row) -> str:
+    """Return the label of a flag of a session.
+
+    That of edits has their number, and that of an outcome of a reward source begins with "reward source: ".
+    """
+    if flag == "edited" and (edits := json.loads(row["edits"] or "[]")):
+        return f"{len(edits)} edit{'' if len(edits) == 1 else 's'}"
     words = "evaluation" if flag == "eval" else flag.replace("_", " ")
     return f"reward source: {words}" if flag in CHOICES["outcome"] else words
 

@@ -22,6 +22,7 @@ PAGE_ROWS = 100
 SEARCHED_MAX = 5_000
 """Largest number of sessions that one page reads to check filters without an index."""
 SESSION_TURNS_MAX = 200
+SEARCHED_CALLS_MAX = 500
 _CALL_MS_MAX = 3_600_000
 """Longest duration of a call that `turn_of_tail` finds."""
 _VERSION = re.compile(r"(?:([^@]+)@)?([0-9a-f]{12,64})")
@@ -146,6 +147,21 @@ async def counts(tx: AsyncConnection, scope: Scope) -> Counts:
     by_kind = {kind: {name: n for name, n in sorted(totals[kind].items()) if n} for kind in tables.STATUSES}
     captured = sum(sum(details.values()) for details in by_kind.values())
     return Counts(captured, by_kind["trained"].get("", 0), by_kind["waiting"], by_kind["dropped"])
+
+
+async def last_call(tx: AsyncConnection, scope: Scope) -> int | None:
+    """Return the time of the last call that is no evaluation, in milliseconds since 1970, or None if there is none.
+
+    It is searched among the `SEARCHED_CALLS_MAX` turns that were read last, whose numbers are the highest.
+    """
+    turns, sessions = tables.turns, tables.sessions
+    query = select(turns.c.session, turns.c.at_ms).where(turns.c.log_offset >= 0)
+    newest = query.order_by(turns.c.id.desc()).limit(SEARCHED_CALLS_MAX).subquery()
+    latest = select(func.max(newest.c.at_ms)).join(sessions, sessions.c.id == newest.c.session)
+    latest = latest.where(tables.is_no_evaluation(sessions.c.flags))
+    if scope.tenants is not None:
+        latest = latest.where(sessions.c.tenant.in_((await tenants(tx, scope)).values()))
+    return await tx.scalar(latest)
 
 
 async def session_of(tx: AsyncConnection, scope: Scope, key: str) -> Row | None:

@@ -12,9 +12,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from headrace_console.read_model import tables
 from headrace_console.read_model.queries import SEARCHED_MAX, texts_of
 from headrace_console.read_model.queues import nearest_score
+from headrace_runtime.storage.tables import count_rows
 
 SESSIONS_MAX = 500
 """Largest number of sessions whose scores are compared: the newest ones with rewards, without evaluations."""
+EDITED_MAX = 10_000
 _SCORES_MAX = 5_000
 Target = tuple[int, int, int]
 """Trajectory, turn (0: the whole run) and choice (-1: all answers) that a reward is about."""
@@ -64,6 +66,13 @@ async def rewards_by_source(tx: AsyncConnection, tenant: int, since_hour: int) -
         )
         for name in sorted(outcomes)
     }
+
+
+async def edited_sessions(tx: AsyncConnection, tenant: int, since_ms: int) -> int:
+    """Return the number of sessions that began in a period and have an edited answer, at most `EDITED_MAX`."""
+    table = tables.sessions
+    condition = (table.c.tenant == tenant) & (table.c.began_ms >= since_ms) & table.c.edits.is_not(None)
+    return await count_rows(tx, condition, table, EDITED_MAX)
 
 
 async def common_scores(tx: AsyncConnection, tenant: int, since_ms: int) -> Scores:

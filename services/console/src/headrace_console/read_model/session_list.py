@@ -39,6 +39,7 @@ class Filter:
     status: str | None = None
     task: str | None = None
     since_ms: int | None = None
+    edited: bool = False
     hides_evaluation: bool = False
     after: Position | None = None
     before: Position | None = None
@@ -69,7 +70,7 @@ async def session_page(tx: AsyncConnection, tenant: int, selection: Filter) -> S
         conditions["model"] = table.c.model.in_((await numbers_of(tx, [selection.model])).values())
     if selection.version is not None:
         conditions["version"] = table.c.version.in_(await numbers_of_versions(tx, selection.version))
-    indexed = next((name for name in ("task_id", "version", "thumb", "status") if name in conditions), None)
+    indexed = next((name for name in ("edits", "task_id", "version", "thumb", "status") if name in conditions), None)
     query = select(table).where(table.c.tenant == tenant, table.c.began_ms > max(0, (selection.since_ms or 0) - 1))
     if indexed is not None:
         query = query.where(conditions.pop(indexed))
@@ -135,6 +136,8 @@ def _conditions(selection: Filter) -> dict[str, ColumnElement[bool]]:
     for name, flag in (("arm", selection.arm), ("outcome", selection.outcome)):
         if flag is not None:
             conditions[name] = table.c.flags.bitwise_and(tables.FLAGS[flag]) != 0
+    if selection.edited:
+        conditions["edits"] = table.c.edits.is_not(None)
     if selection.hides_evaluation:
         conditions["evaluation"] = tables.is_no_evaluation(table.c.flags)
     return conditions

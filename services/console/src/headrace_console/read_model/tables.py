@@ -126,6 +126,13 @@ sessions = Table(
     Index("ix_sessions_began", "tenant", "began_ms"),
     Index("ix_sessions_version", "tenant", "version", "began_ms"),
     Index("ix_sessions_status", "tenant", "status", "began_ms"),
+    Index(
+        "ix_sessions_edits",
+        "tenant",
+        "began_ms",
+        sqlite_where=text("edits IS NOT NULL"),
+        postgresql_where=text("edits IS NOT NULL"),
+    ),
     *(
         Index(
             f"ix_sessions_{column}",
