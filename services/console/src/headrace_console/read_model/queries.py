@@ -155,7 +155,9 @@ async def last_call(tx: AsyncConnection, scope: Scope) -> int | None:
     It is searched among the `SEARCHED_CALLS_MAX` turns that were read last, whose numbers are the highest.
     """
     turns, sessions = tables.turns, tables.sessions
-    query = select(turns.c.session, turns.c.at_ms).where(turns.c.log_offset >= 0)
+    earliest = select(func.max(turns.c.id) - SEARCHED_CALLS_MAX).scalar_subquery()
+    query = select(turns.c.session, turns.c.at_ms).where(turns.c.id > earliest, turns.c.log_offset >= 0)
+    # PostgreSQL does not know how few turns are newer than `earliest`: with a limit it reads no other sessions.
     newest = query.order_by(turns.c.id.desc()).limit(SEARCHED_CALLS_MAX).subquery()
     latest = select(func.max(newest.c.at_ms)).join(sessions, sessions.c.id == newest.c.session)
     latest = latest.where(tables.is_no_evaluation(sessions.c.flags))
