@@ -79,7 +79,10 @@ def _disagreements(scores: Scores, weight: Callable[[str], float]) -> list[tuple
     """
     pairs = []
     for model, by_target in scores.items():
-        weighted = [{name: score for name, score in scored.items() if weight(name)} for scored in by_target.values()]
+        compared = {name for name in {name for scored in by_target.values() for name in scored} if weight(name)}
+        weighted = [
+            {name: score for name, score in scored.items() if name in compared} for scored in by_target.values()
+        ]
         pairs += [(model, pair) for pair in least_agreeing_pairs(weighted, _SEED)]
     return sorted(pairs, key=lambda item: item[1].kappa.value or 0.0)[:_PAIRS_SHOWN]
 

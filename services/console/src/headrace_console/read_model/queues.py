@@ -6,8 +6,10 @@ that two raters do not reserve the same rating of an item.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal
 
 from pydantic import Field
@@ -32,11 +34,14 @@ _DRAWN_AT_ONCE = 20
 _PAGES_MAX = 3
 Question = Literal["score", "label", "pair", "edit"]
 SCORES = ("0", "0.25", "0.5", "0.75", "1")
+_SCORE_VALUES = tuple(map(float, SCORES))
+_SCORE_LIMITS = [(lower + upper) / 2 for lower, upper in pairwise(_SCORE_VALUES)]
+"""Values between which a score is the nearest one. A page compares thousands of values."""
 
 
 def nearest_score(value: float) -> float:
     """Return the score of `SCORES` that is nearest to a value."""
-    return min(map(float, SCORES), key=lambda score: abs(score - value))
+    return _SCORE_VALUES[bisect_left(_SCORE_LIMITS, value)]
 
 
 class QueueRules(Model):
