@@ -156,9 +156,8 @@ def describe_refusal(event: ModelEvent | None) -> str:
             and (rule := _describe_margin(name, prefix, numbers))
         ]
         if "gate.minimum_score" in reason and "minimum_score" in numbers:
-            rules.append(
-                f"the minimum score (registry.gate.minimum_score): not reached, limit {numbers['minimum_score']:g}"
-            )
+            limit = f"limit {numbers['minimum_score']:g}"
+            rules.append(f"the minimum score (registry.gate.minimum_score): not shown to be reached, {limit}")
     if not rules:
         return f"{verb}: {reason}."
     undecided = ""

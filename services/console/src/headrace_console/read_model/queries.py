@@ -163,7 +163,8 @@ async def last_call(tx: AsyncConnection, scope: Scope) -> int | None:
     latest = latest.where(tables.is_no_evaluation(sessions.c.flags))
     if scope.tenants is not None:
         latest = latest.where(sessions.c.tenant.in_((await tenants(tx, scope)).values()))
-    return await tx.scalar(latest)
+    at_ms: int | None = await tx.scalar(latest)
+    return at_ms
 
 
 async def session_of(tx: AsyncConnection, scope: Scope, key: str) -> Row | None:
