@@ -101,7 +101,7 @@ class SideRows:
 
     async def _load_refusals(self, tx: AsyncConnection, events: Iterable[Event]) -> None:
         table = tables.refusals
-        if await tx.scalar(select(func.min(table.c.name))) is None:
+        if await tx.scalar(select(func.min(table.c.read_day))) is None:
             return  # usually no event was refused, and the names of all events would cost much
         names = set()
         async for event in with_pauses(events):
