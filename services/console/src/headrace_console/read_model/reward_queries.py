@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import case, func, select
+from sqlalchemy import case, func, select, true
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
@@ -97,10 +97,13 @@ async def common_scores(tx: AsyncConnection, tenant: int, since_ms: int) -> Scor
         .limit(SESSIONS_MAX)
         .subquery()
     )
+    # Without LATERAL and a limit, PostgreSQL reads all trajectories for a hash join. SQLite knows no LATERAL.
+    run = select(trajectories.c.id).where(trajectories.c.session == recent.c.id).limit(_SCORES_MAX)
+    is_postgresql = tx.dialect.name == "postgresql"
+    runs, is_run = (run.lateral(), true()) if is_postgresql else (trajectories, trajectories.c.session == recent.c.id)
     target = rewards.c.trajectory, rewards.c.turn, rewards.c.choice
-    query = select(recent.c.model, rewards.c.source, rewards.c.value, *target)
-    query = query.join(trajectories, trajectories.c.session == recent.c.id)
-    query = query.join(rewards, rewards.c.trajectory == trajectories.c.id).where(rewards.c.value.between(0, 1))
+    query = select(recent.c.model, rewards.c.source, rewards.c.value, *target).select_from(recent).join(runs, is_run)
+    query = query.join(rewards, rewards.c.trajectory == runs.c.id).where(rewards.c.value.between(0, 1))
     query = query.order_by(recent.c.began_ms.desc(), rewards.c.trajectory.desc()).limit(_SCORES_MAX)
     rows = (await tx.execute(query)).all()
     texts = await texts_of(tx, {number for row in rows for number in (row.model, row.source)})
