@@ -13,6 +13,7 @@ import jinja2
 import pytest
 
 from headrace_console.flow import Cause, Facts
+from headrace_console.learning import describe_refusal
 from headrace_console.live import Changes
 from headrace_console.pages.loop import flow_title
 from headrace_console.pages.rollouts import metric_rows
@@ -27,10 +28,10 @@ from headrace_registry.storage import audit
 from headrace_runtime.http import web
 from headrace_runtime.services import installed_services
 from headrace_runtime.settings.sections import Common, ServiceSettings
-from headrace_schemas import TrainingMetrics, Turn
+from headrace_schemas import ModelEvent, TrainingMetrics, Turn
 from headrace_schemas.http.catalog import AuditEntry
 from headrace_schemas.http.registry_api import RolloutState
-from tests.support.turns import trajectory, turn
+from tests.support.turns import START, trajectory, turn
 from tests.unit.console.support import BY_PAGE, Stand, form_token
 from tests.unit.registry.rig import MODEL, Rig
 from tests.unit.registry.rollout_traffic import Traffic, canary_settings, under_way
@@ -333,3 +334,47 @@ async def test_services_are_read_after_reports_of_the_trainer_alone_while_nobody
         with pytest.raises(asyncio.CancelledError):
             await stand.console.watch()
         assert (readings, ticks) == (2, 40), "once at the start, and once after the report"
+
+
+CHAMPION_NUMBERS = {"tasks": 253.0, "difference": -0.1, "standard_error": 0.02, "margin": 0.05}
+ANCHOR_NUMBERS = {"anchor_difference": 0.01, "anchor_standard_error": 0.05, "anchor_margin": 0.03}
+CHAMPION = "m@000000000001"
+
+
+@pytest.mark.parametrize(
+    ("reason", "numbers", "sentence"),
+    [
+        (
+            f"inferior to {CHAMPION}",
+            CHAMPION_NUMBERS | ANCHOR_NUMBERS,
+            "Refused by the margin against the champion: difference -0.10 ± 0.04 after 253 tasks, limit -0.05.",
+        ),
+        (
+            "undecided after 253 tasks (gate.tasks_max): not shown to be better than the anchor m@000000000000 - 0.03",
+            CHAMPION_NUMBERS | ANCHOR_NUMBERS,
+            "Refused by the margin against the anchor: difference +0.01 ± 0.10 after 253 tasks, limit -0.03. The "
+            "interval had to lie above the limit before the tasks ran out, and it did not.",
+        ),
+        (
+            "inferior to gate.minimum_score = 0.4",
+            CHAMPION_NUMBERS | {"minimum_score": 0.4},
+            "Refused by the minimum score (registry.gate.minimum_score): not shown to be reached, limit 0.4.",
+        ),
+        (
+            "harm: thumb at maturity",
+            {"thumb.difference": -0.12, "thumb.lower": -0.2, "thumb.upper": -0.05, "candidate_units": 60.0},
+            "Refused by the guardrail thumb: difference -0.120 (-0.200 to -0.050) after 60 units, limit 0 or the loss "
+            "that the guardrail tolerates.",
+        ),
+        ("the gate failed: exit status 3", {}, "Refused: the gate failed: exit status 3."),
+    ],
+)
+def test_a_refusal_begins_with_the_rule_its_figure_and_its_limit(
+    reason: str, numbers: dict[str, float], sentence: str
+) -> None:
+    event = ModelEvent(
+        decision_id="r", time=START, model="m", version="m@000000000002", decision="rejected", previous=CHAMPION,
+        reason=reason, statistics=numbers,
+    )  # fmt: skip
+    assert describe_refusal(event) == sentence
+    assert not describe_refusal(event.model_copy(update={"decision": "promoted"}))

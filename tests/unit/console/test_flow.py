@@ -17,7 +17,6 @@ from headrace_console.learning import (
     describe_decision,
     describe_learning,
     describe_numbers,
-    describe_refusal,
     describe_rule,
     describe_trial,
     scored_versions,
@@ -345,50 +344,6 @@ def test_equal_differences_have_no_interval(difference: float, sentence: str) ->
         decision_id="r", time=BEGAN, model="m", version="m@000000000002", decision="promoted", statistics=numbers
     )
     assert describe_numbers(event) == f"after 9 tasks ({sentence})"
-
-
-CHAMPION_NUMBERS = {"tasks": 253.0, "difference": -0.1, "standard_error": 0.02, "margin": 0.05}
-ANCHOR_NUMBERS = {"anchor_difference": 0.01, "anchor_standard_error": 0.05, "anchor_margin": 0.03}
-CHAMPION = "m@000000000001"
-
-
-@pytest.mark.parametrize(
-    ("reason", "numbers", "sentence"),
-    [
-        (
-            f"inferior to {CHAMPION}",
-            CHAMPION_NUMBERS | ANCHOR_NUMBERS,
-            "Refused by the margin against the champion: difference -0.10 ± 0.04 after 253 tasks, limit -0.05.",
-        ),
-        (
-            "undecided after 253 tasks (gate.tasks_max): not shown to be better than the anchor m@000000000000 - 0.03",
-            CHAMPION_NUMBERS | ANCHOR_NUMBERS,
-            "Refused by the margin against the anchor: difference +0.01 ± 0.10 after 253 tasks, limit -0.03. The "
-            "interval had to lie above the limit before the tasks ran out, and it did not.",
-        ),
-        (
-            "inferior to gate.minimum_score = 0.4",
-            CHAMPION_NUMBERS | {"minimum_score": 0.4},
-            "Refused by the minimum score (registry.gate.minimum_score): not shown to be reached, limit 0.4.",
-        ),
-        (
-            "harm: thumb at maturity",
-            {"thumb.difference": -0.12, "thumb.lower": -0.2, "thumb.upper": -0.05, "candidate_units": 60.0},
-            "Refused by the guardrail thumb: difference -0.120 (-0.200 to -0.050) after 60 units, limit 0 or the loss "
-            "that the guardrail tolerates.",
-        ),
-        ("the gate failed: exit status 3", {}, "Refused: the gate failed: exit status 3."),
-    ],
-)
-def test_a_refusal_begins_with_the_rule_its_figure_and_its_limit(
-    reason: str, numbers: dict[str, float], sentence: str
-) -> None:
-    event = ModelEvent(
-        decision_id="r", time=BEGAN, model="m", version="m@000000000002", decision="rejected", previous=CHAMPION,
-        reason=reason, statistics=numbers,
-    )  # fmt: skip
-    assert describe_refusal(event) == sentence
-    assert not describe_refusal(event.model_copy(update={"decision": "promoted"}))
 
 
 def test_a_score_without_failures_has_an_interval() -> None:

@@ -15,13 +15,13 @@ from headrace_console.read_model import reward_queries
 from headrace_console.read_model.side_rows import bucket_of
 from headrace_console.sources.clients import RegistryReader
 from headrace_runtime.settings.sections import DatabaseSettings
-from headrace_schemas import Event, Reward, TrainingMetrics, TrainingOutcome
+from headrace_schemas import Event, Feedback, Message, Reward, TrainingMetrics, TrainingOutcome
 from headrace_schemas.events.checkpoint import TurnAdvantage
 from headrace_schemas.http.registry_api import VersionState
 from headrace_schemas.values.ids import response_id, session_key
 from tests.support.turns import START, experience, report, restores, trajectory, turn, undoes
 from tests.unit.console.support import Stand
-from tests.unit.console.test_sessions import HOSTILE, KEY, apply, session_events
+from tests.unit.console.test_sessions import HOSTILE, KEY, TURN_ID, apply, session_events
 
 FIRST, SECOND, UNTRAINED = "m@00000000000000aa", "m@00000000000000bb", "m@10000000000000cc"
 
@@ -256,6 +256,22 @@ async def test_rewards_page_names_the_two_weighted_sources_that_disagree_most(
     assert set(other_pairs) == {"correct and judge:help", "concise and correct"}
     assert "32 % of 40 turns or runs that both scored have the same score from both." in sentence[1]
     assert re.search(r"beyond chance: -?0\.[0-9]{3} \(95 %: -0\.[0-9]{3} to 0\.[0-9]{3}\)", sentence[1]), sentence[1]
+
+
+async def test_edited_sessions_are_listed_with_the_number_of_their_edits(stand: Stand) -> None:
+    content = Message(role="assistant", content="Ada.")
+    edits = [
+        Feedback(time=START, feedback_id=f"e{at}", session_key=KEY, msg_ids=(TURN_ID,), edit=content, rater=rater)
+        for at, rater in enumerate(("ann", "bob"))
+    ]
+    await apply(stand, [*session_events(), *edits])
+    stand.clock.now = lambda: START + timedelta(hours=1)  # type: ignore[method-assign]
+    client = await stand.signed_in()
+    page = (await client.get("/sessions?edited=yes")).text
+    assert f'href="/s/{KEY}"' in page
+    assert "2 edits" in page
+    rewards = (await client.get("/rewards")).text
+    assert '<a href="/sessions?edited=yes&amp;tenant=default">1 session of these days</a>' in rewards
 
 
 async def test_disagreement_is_that_of_sessions_with_rewards(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,22 +75,6 @@ async def test_session_states_whether_an_answer_was_edited(stand: Stand) -> None
     assert "To state it, follow “Score or edit this turn” below." in page
 
 
-async def test_edited_sessions_are_listed_with_the_number_of_their_edits(stand: Stand) -> None:
-    content = Message(role="assistant", content="Ada.")
-    edits = [
-        Feedback(time=START, feedback_id=f"e{at}", session_key=KEY, msg_ids=(TURN_ID,), edit=content, rater=rater)
-        for at, rater in enumerate(("ann", "bob"))
-    ]
-    await apply(stand, [*session_events(), *edits])
-    stand.clock.now = lambda: START + timedelta(hours=1)  # type: ignore[method-assign]
-    client = await stand.signed_in()
-    page = (await client.get("/sessions?edited=yes")).text
-    assert f'href="/s/{KEY}"' in page
-    assert "2 edits" in page
-    rewards = (await client.get("/rewards")).text
-    assert '<a href="/sessions?edited=yes&amp;tenant=default">1 session of these days</a>' in rewards
-
-
 async def test_loop_states_the_last_call_of_a_user(stand: Stand) -> None:
     evaluated = session_key("default", "e")
     later = {"session_key": evaluated, "purpose": "eval", "time": START + timedelta(hours=1)}
