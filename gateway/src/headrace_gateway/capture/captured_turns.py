@@ -234,7 +234,10 @@ def build_captured_turn(
 
 
 def read_turn(turn: Turn) -> CapturedTurn:
-    """Return the parts of a complete turn event, read from the bus, that later turns may refer to."""
+    """Return the parts of `turn` that later turns of its session may refer to, for example its tokens and tools.
+
+    `turn` is an event read from the bus, and complete: it refers to no earlier turn.
+    """
     encoded = [message_json(message) for message in turn.messages]
     digests = message_digests(encoded)
     last = digests[-_DIGEST_BYTES:]

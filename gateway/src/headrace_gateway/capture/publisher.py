@@ -265,7 +265,10 @@ def _is_about_session(event: Event) -> bool:
 
 
 def _is_for_all_partitions(event: Event) -> bool:
-    """Return whether the event must be sent to all partitions: a tenant's commit, or feedback about a task."""
+    """Return whether the event must be sent to all partitions, because it concerns sessions in each of them.
+
+    This holds for feedback about a task, and for the request of a tenant to end all its sessions with feedback.
+    """
     commit = isinstance(event, SessionEnd) and event.scope == "tenant"
     return commit or (isinstance(event, Feedback) and event.level == "task")
 

@@ -82,11 +82,13 @@ class RecentTurns:
             self._trainable_sessions.set(tenant, response.session_key, True)
 
     def training_effect(self, events: Sequence[Feedback]) -> TrainingEffect | None:
-        """Return whether the feedback in `events`, which are of one request, can be trained, or None if that is
-        unknown.
+        """Return whether training can use the feedback of one request, and if not, why; None if that is unknown.
 
-        A preference needs both of its answers. Other feedback needs one trainable response. The result for a session or
-        task is unknown, because later turns may be trainable.
+        A preference can be used if both of its answers can be trained, other feedback if one of its responses can. The
+        result for a session or task is unknown, because later turns may be trainable.
+
+        Args:
+            events: the events of the request.
         """
         first = events[0]
         if not first.has_content or not any(event.msg_ids for event in events):
@@ -109,7 +111,7 @@ class RecentTurns:
         return TrainingEffect(True) if can_teach else None
 
     def _outcome(self, tenant: str, response: _Response, kind: Kind) -> TrainingEffect | None:
-        """Return whether feedback of one kind (for example a value or an edit) about one response can be trained, or
+        """Return whether training can use feedback of one kind (for example a value or an edit) about one response, or
         None if that is unknown."""
         if response.untrained is not None:
             return TrainingEffect(False, response.untrained)

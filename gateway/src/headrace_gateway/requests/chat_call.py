@@ -74,9 +74,10 @@ class ChatCall:
 
     @property
     def opens_a_run(self) -> bool:
-        """Whether the call is the first of a run in an implicit session, whose key earlier runs may also have.
+        """Whether the call begins a run in an implicit session, that is, one that the client did not name.
 
-        For such a call the version of the earlier runs is not kept.
+        Earlier runs with the same opening messages have the same session key. The call does not have to use the version
+        that answered them.
         """
         return self.identity.source == "implicit" and len(opening(self.messages)) == len(self.messages)
 
@@ -93,10 +94,10 @@ class ChatCall:
         return self.identity.purpose == "eval"
 
     def without_max_tokens(self) -> ChatCall:
-        """Return the call without a limit on the answer for the replica, and with `max_tokens` listed as a field
-        without effect.
+        """Return the call without `max_tokens` in the replica's request, and with it among the `ignored` fields.
 
-        The first match in the JSON is the field itself, because quotation marks inside JSON strings are escaped.
+        The field is removed from the text of `core`, at the first place where it occurs. A message with the same text
+        is no such place, because quotation marks inside JSON strings are escaped.
         """
         field = b',"max_tokens":%d' % (self.sampling.max_tokens or 0)
         return replace(self, core=self.core.replace(field, b"", 1), ignored=(*self.ignored, "max_tokens"))

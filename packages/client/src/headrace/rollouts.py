@@ -141,11 +141,12 @@ class HotUpdater:
         return self.tested.good_enough
 
     def rollout_update(self, version: str | None = None, *, rolling: bool = False) -> None:
-        """Make the version that passed `test_canary` champion.
+        """Make the version that passed `test_canary` the champion.
 
         Args:
             version: version to promote; by default the tested version.
-            rolling: start a rolling rollout of any version, which passes only gate and probe.
+            rolling: request a rolling rollout instead, of any version (by default the newest). It becomes the champion
+                after it has passed the probe and the gate, without a test on traffic.
         """
         if rolling:
             Rollouts(self.registry).begin(self.model, version or self._newest(), kind="rolling")

@@ -41,10 +41,10 @@ class Registry(Generic[T]):
     """Extensions of one entry-point group. Each is imported on first use."""
 
     def __init__(self, group: str, kind: type[T], noun: str) -> None:
-        """Create the registry.
+        """Create the registry of one kind of extension.
 
         Args:
-            group: the name of the group after `headrace.`.
+            group: the entry-point group of the extensions without its prefix `headrace.`, for example `losses`.
             kind: the class of the extensions.
             noun: the word that messages use for an extension, for example `reward source`.
         """

@@ -23,8 +23,8 @@ def metric_of(rollout: RolloutState) -> str:
 
 
 def points(rollout: RolloutState, metric: str) -> list[Point]:
-    """Return the points of the chart of one metric in order of time. Of several points with the same number of units,
-    only the last is returned."""
+    """Return the points of the chart of one metric in order of time. Of several points after the same number of
+    sessions or users of the candidate, only the last is returned."""
     last_points = {
         point.units: (point.units, *point.metrics[metric]) for point in rollout.chart if metric in point.metrics
     }

@@ -16,7 +16,11 @@ from headrace_runtime.registries import Registry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceInfo:
-    """Announcement of a service. The module that contains it must not import other modules of the service."""
+    """Description of a service, which its package registers as an entry point for the supervisor and the CLI.
+
+    It is read without starting the service. So the module that contains it must not import other modules of the
+    service.
+    """
 
     module: str
     """Package of the service. `python -m MODULE` starts it, and the package's constant `SERVICE` is a

@@ -183,9 +183,10 @@ def promotion_error(alpha: float, number: int) -> float:
 
 
 def succession_error(alpha: float, number: int) -> float:
-    """Return the allowed error probability of making a version the new anchor although it is not better.
+    """Return the allowed error probability of replacing the anchor by a version that is not better than the anchor.
 
-    The anchor is the version that candidates must not fall behind; `number` counts those compared with it, from 1.
+    The anchor is the version that candidates must not fall behind. `number` counts the versions, from 1, that are
+    compared with the same anchor.
     """
     return (1.0 - _FOR_PROMOTIONS) * alpha * _share(number)
 

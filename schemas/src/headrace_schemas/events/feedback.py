@@ -135,8 +135,8 @@ def value_count(level: Level | None, responses: int, metrics: int) -> int:
     """Return the largest number of reward values that one feedback event can give: its targets times its metrics.
 
     Args:
-        level: what the feedback is about. With `turn`, each listed response is a target. With None they may be, because
-            it depends on whether all responses of a run are listed. Otherwise there is one target.
+        level: what the feedback is about. With `turn`, each listed response is a target. With None the same is assumed:
+            it holds unless the list contains all responses of a run. Other levels have one target.
         responses: number of listed responses.
         metrics: number of named values in `parts`; 0 if there is only `value`.
     """

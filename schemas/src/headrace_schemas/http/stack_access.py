@@ -163,7 +163,10 @@ def login_for(bus: str) -> BusLogin | None:
 
 
 def _discover_stack() -> None:
-    """Remember the token of the stack in `HEADRACE_DATA_DIR`, by default `.headrace`."""
+    """Read the token of the stack on this machine from its data directory, and keep it in memory for later requests.
+
+    The data directory is `HEADRACE_DATA_DIR`, by default `.headrace`. Without a stack in it, nothing changes.
+    """
     data_dir = Path(_variable("DATA_DIR") or _DEFAULT_DATA_DIR)
     try:
         state = json.loads((data_dir / "run" / "state.json").read_text(encoding="utf-8"))

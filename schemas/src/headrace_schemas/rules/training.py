@@ -250,8 +250,8 @@ class LineageOutcomes:
 
 @dataclass(frozen=True, slots=True)
 class TurnFacts:
-    """Facts about a captured turn that determine its status together with its experiences, for example that it is an
-    evaluation.
+    """Facts about a captured turn that decide, with the outcomes of its experiences, whether it counts as trained,
+    dropped or waiting.
     """
 
     eval: bool
@@ -264,7 +264,9 @@ class TurnFacts:
 
 
 def turn_statuses(turn: TurnFacts, in_training: Sequence[TurnStatus]) -> list[TurnStatus]:
-    """Return all statuses of a turn according to its events, the valid one first. A second one is a contradiction.
+    """Return the valid status of a turn, followed by the status in its experiences if that contradicts the valid one.
+
+    A contradiction is a turn that must not be trained, for example an evaluation, and yet is part of an experience.
 
     Args:
         turn: the facts about the turn.

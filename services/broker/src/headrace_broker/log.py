@@ -285,7 +285,7 @@ class ProducerState:
 
     @classmethod
     def unpacked(cls, epoch: int, recent: bytes, open_from: int | None, seen_ms: int) -> ProducerState:
-        """Decode the state from the columns of its row."""
+        """Return a producer's state from the columns of its stored row, with `recent` as `packed` encodes it."""
         return cls(epoch, deque(_SENT.iter_unpack(recent), REMEMBERED), open_from, seen_ms)
 
 

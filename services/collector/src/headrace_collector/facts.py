@@ -156,11 +156,11 @@ def _has_call(message: Message, ids: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TurnFacts:
-    """Facts about one turn.
+    """Facts about one captured turn, from which the collector finds the run that the turn belongs to.
 
-    `prefixes` and `replies` are digests ; times are ms since 1970.
-
-    A turn that extends another one (`base`) has only the digests of messages after the first `shared_messages`.
+    `prefixes` are digests of the conversation up to each message, and `replies` those of the conversation with each
+    answer. Times are in ms since 1970. A turn that extends another one (`base`) has only the digests of messages after
+    the first `shared_messages`.
     """
 
     turn_id: str

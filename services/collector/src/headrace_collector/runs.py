@@ -282,11 +282,13 @@ def groups_by_turn(listings: Sequence[RunListing]) -> dict[str, str]:
 
 @dataclass(slots=True)
 class _ListedGroup:
-    """Turns that overlapping feedback listings name, with the last of these listings and its number."""
+    """Turns of one run: the merged turn ids of feedback events (`RunListing`) that list some of the same turns."""
 
     turn_ids: set[str]
     number: int
+    """Index of the last of these events in the order of the log."""
     listing: RunListing
+    """The last of these events, with the task and run ids of an earlier one if it has no run id."""
 
 
 def _order_listings(listings: Sequence[RunListing]) -> list[RunListing]:

@@ -147,9 +147,10 @@ def describe_step(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -
 
 
 def step_name(entry: HistoryEntry, steps: Steps, texts: Mapping[int, str]) -> str:
-    """Return the training step and the lineage of an outcome in words.
+    """Return the training step and the lineage of a training outcome in words, for example `step 3 of lineage main`.
 
-    While no version contains the outcome, its step is not known; the text then names the last step before it.
+    The step is that of the first published version whose weights contain the outcome. Before there is such a version,
+    the text names the step of the version before it: `after step 2 of lineage main`.
     """
     step, lineage, version = steps.get((entry.lineage, entry.save), (0, 0, 0))
     return f"{'' if version else 'after '}step {step} of lineage {texts.get(lineage, '')}"

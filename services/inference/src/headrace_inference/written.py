@@ -277,7 +277,10 @@ async def run(_common: Common, settings: InferenceSettings) -> None:
 
 
 def open_writer(line: BaseLine, settings: InferenceSettings) -> ConversationWriter:
-    """Return a writer with the tokenizer of a folder. Raises `VersionUnusable`."""
+    """Create the tokenizer of written conversations for the base model in the folder that `line` names.
+
+    Raises `VersionUnusable` if the folder has no tokenizer or no model configuration.
+    """
     folder = Path(line.folder)
     for name in (versions.TOKENIZER_FILE, "config.json"):
         if not (folder / name).is_file():

@@ -212,9 +212,10 @@ async def _reward(
 
 
 async def _delete_finished(tx: AsyncConnection, contest: str) -> None:
-    """Delete the runs of a contest that get no further pair and wait for no judgement.
+    """Delete the runs of a contest (the compared runs of one task) whose comparisons are finished.
 
-    With the last run, delete the row of the contest too.
+    These are runs that are compared with no further runs and whose pairs are all judged. Pairs without a remaining run
+    are deleted too, and with the last run the row of the contest.
     """
     pairs = await _pairs(tx, contest)
     pending = {name for row in pairs if row["judgement"] is None for name in (row["first"], row["second"])}

@@ -44,7 +44,10 @@ _POLL_S = 0.1
 
 
 class RewardWriter(EventProducer):
-    """Event producer that writes rewards as lines. It ignores other events, because a replay has no bus."""
+    """Event producer of a replay, which writes rewards to the output `lines` instead of publishing them on the bus.
+
+    It drops all other events.
+    """
 
     def __init__(self, common: Common, blobs: BlobStore, lines: Lines) -> None:
         super().__init__(common.bus, "headrace/judge", blobs)

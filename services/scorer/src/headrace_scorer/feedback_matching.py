@@ -76,15 +76,18 @@ class ClosedTrajectory:
 
 @dataclass(frozen=True, slots=True)
 class FeedbackRange:
-    """Range of `turns_until` or `trajectories_until` that feedback about the same trajectory or trajectories has.
+    """Range of log offsets: feedback of a session that was sent at these offsets is about the same trajectories.
 
-    The trajectories of a range began, or were ingested, in succession.
+    The offset of feedback is the end of the topic `turns` (`turns_until`) or `trajectories` (`trajectories_until`) when
+    it was sent. The trajectories of a range began, or were ingested, in succession.
     """
 
     is_of_turns: bool
     """Whether the range limits `turns_until` of the feedback. Otherwise it limits `trajectories_until`."""
     after: int | None
+    """Exclusive lower bound of the range, or None without one."""
     until: int | None
+    """Inclusive upper bound of the range, or None without one."""
     ingested_from: int | None = None
     """Feedback with a greater `trajectories_until` is about an ingested trajectory."""
 

@@ -147,7 +147,7 @@ class RewardPolicy:
         return {source: fmean(values.values()) for source, values in by_turn.items()} | of_trajectory
 
     def _total(self, parts: Sequence[RewardPart]) -> float:
-        """Combine the values of the sources into the reward, which is rounded once, at the end.
+        """Return the reward: the weighted mean or sum (`combine`) of the sources' values, rounded once, at the end.
 
         Algorithms compare rewards with thresholds. Rounding the weights first could make a reward of exactly 0.5
         smaller.

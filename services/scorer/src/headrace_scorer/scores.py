@@ -63,8 +63,9 @@ class ScoreStore:
         self._judge_monitor = judge_monitor
 
     async def open(self, tx: AsyncConnection, trajectory_ids: Iterable[str]) -> dict[str, TrajectoryScore]:
-        """Lock and return the scores of the stored trajectories among `trajectory_ids` by id, in the order of
-        the ids.
+        """Lock the rows of trajectories until the transaction ends, and return a score for each id in `trajectory_ids`.
+
+        The result has the order of `trajectory_ids`, without the ids of trajectories that are not stored.
         """
         names = list(trajectory_ids)
         rows = await store.lock_rows(tx, names) if names else {}

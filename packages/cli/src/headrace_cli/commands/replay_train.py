@@ -188,9 +188,9 @@ def run(
 ) -> None:
     """Train a new lineage on stored experiences, or on stored trajectories with another reward.
 
-    With --rewards, --rescore or --judge the range is one of the topic trajectories, otherwise of experiences. The live
-    services are not affected: no consumer group is used, the results are written to topics of the replay, and its
-    versions are not served before they are offered.
+    With --rewards, --rescore or --judge, the range options select records of the topic `trajectories`, otherwise
+    records of the topic `experiences`. The live services are not affected: no consumer group is used, the results are
+    written to topics of the replay, and its versions are not served before `replay offer` hands one to the registry.
     """
     from headrace_operations.replay import runner
 

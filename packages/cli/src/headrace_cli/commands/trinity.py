@@ -19,8 +19,9 @@ def config(
 ) -> None:
     """Print the configuration of Trinity's trainer, made of the settings `[trainer]` and `[trainer.trinity]`.
 
-    The trainer writes it for each job with the job's name, model and table; this command shows the values. Trinity
-    itself checks the file in `trinity run`.
+    The trainer writes such a configuration for each of its jobs, with the name, the initial model and the database
+    table of the job. This command writes it for a job with the name `JOB`, so that you can check all other values.
+    Trinity itself checks the file in `trinity run`.
     """
     import os
     import subprocess

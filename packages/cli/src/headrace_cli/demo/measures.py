@@ -55,9 +55,9 @@ class BeforeAfter:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredPlays:
-    """Lines that `measure` printed for one version: one for each play, a task that an agent tried once.
+    """Lines that the recipe's program `measure` printed for one version, with one line for each play.
 
-    There is at least one line.
+    A play is one attempt of the agent at one task. There is at least one line.
     """
 
     lines: tuple[Mapping[str, Any], ...]

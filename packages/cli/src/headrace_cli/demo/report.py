@@ -48,10 +48,11 @@ class ShownTask:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Contents of `reports/demo.json`.
+    """Results of a demo, as they are in `reports/demo.json`.
 
-    Success rates are in 0..1, on audit tasks, which take part in no decision. Numbers of turns are those of the turn
-    account.
+    `before` and `after` are the success rates, in 0..1, of the first and the last version on audit tasks. These are
+    held-out tasks that no decision about versions depends on. `turns_trained`, `turns_waiting` and `turns_dropped` are
+    counts of captured turns by their training state.
     """
 
     before: float

@@ -204,7 +204,9 @@ class RLRuntime:
         self.trainer: OnlineTrainer | None = None
 
     def start(self) -> Self:
-        """Capture, reward and train each call of `agent.run(text)` as a session."""
+        """Replace `agent.run` until `stop`, so that each of its calls is captured and rewarded as a session and the
+        trainer learns from it.
+        """
         self.trainer = OnlineTrainer(self.agent, self.framework, self._rate)
         original_run = self.agent.run
 

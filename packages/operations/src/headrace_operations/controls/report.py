@@ -195,7 +195,10 @@ def _comparison(row: Row) -> str:
 
 
 def draw_chart(report: Report, path: Path) -> bool:
-    """Draw the gain of each control as a PNG file; return False if matplotlib is not installed."""
+    """Draw the gain of each control experiment (for example training on shuffled rewards) to the PNG file `path`.
+
+    Return False if matplotlib is not installed.
+    """
     try:
         plt = pyplot()
     except ImportError:

@@ -193,7 +193,10 @@ def _name_part(name: str) -> str:
 
 
 class JobJournal(Model):
-    """Finished parts of a job. Fields of a part are None or False until the part is finished."""
+    """Progress of an offline training job, stored as a file, so that an interrupted job continues where it stopped.
+
+    The fields of a part of the job keep their defaults until the part is finished.
+    """
 
     digest: Sha256
     kind: str

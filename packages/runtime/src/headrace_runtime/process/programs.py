@@ -178,7 +178,10 @@ class Lines:
         self._target = target or sys.stdout.buffer
 
     async def read(self) -> AsyncIterator[tuple[str, bytes]]:
-        """Yield word and JSON of each line until the input ends. Raises `ValueError` as `parse_line` does."""
+        """Yield the two parts of each line until the input ends: the word that names the kind of line, and the JSON.
+
+        Raises `ValueError` as `parse_line` does.
+        """
         while chunk := await asyncio.to_thread(self._source.readlines, _CHUNK_BYTES):
             for line in chunk:
                 yield parse_line(line)

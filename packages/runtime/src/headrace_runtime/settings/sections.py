@@ -66,7 +66,10 @@ class Section(BaseModel):
 
     @classmethod
     def announced(cls) -> Mapping[str, type[Section]]:
-        """Return the classes of the inner sections that installed packages add, by name. All settings need defaults."""
+        """Return the classes of the inner sections that installed packages add to this section, by name.
+
+        A file may lack such an inner section, so all settings in it must have defaults.
+        """
         return {}
 
     def of(self, name: str) -> Section:

@@ -211,7 +211,7 @@ class Batch:
             rows.begin(last_id)
 
     async def _load_named(self, events: Iterable[Event]) -> None:
-        """Load the rows whose id or key occurs in an event."""
+        """Load the rows of the sessions, turns, trajectories, experiences and dead letters that the events name."""
         sessions: set[tuple[str, int]] = set()
         turns: set[tuple[bytes, int]] = set()
         trajectories: set[tuple[bytes]] = set()

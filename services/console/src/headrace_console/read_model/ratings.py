@@ -45,7 +45,7 @@ class Item:
 
     @property
     def id(self) -> str:
-        """Id of the item, a hash from which the session cannot be found."""
+        """Id of the session or turn that is rated: a hash, so that it does not reveal the session to the rater."""
         return unpack_id(self.name)
 
     @property

@@ -139,8 +139,9 @@ class Statuses:
 
 
 class HistoryEntry(NamedTuple):
-    """Training outcome of one revision of an experience, or a reversal of one, with the trainer's save that
-    reports it.
+    """Entry of an experience's training history: the outcome of one revision, or its later reversal or restoration.
+
+    `save` is the number of the trainer's save (checkpoint) that reports the entry.
     """
 
     lineage: int

@@ -172,9 +172,10 @@ class TimeShares:
 
 
 class Quarantine:
-    """Sequences of failed steps, divided into groups that are retried.
+    """Token sequences that were in the batch when a step failed, in groups that are retried one after another.
 
-    A batch admits only from `group` until the quarantine is empty.
+    A failed group is divided again, until a group has a single sequence, which causes the failure. The batch admits
+    only sequences of `group` until no group is left.
     """
 
     def __init__(self) -> None:

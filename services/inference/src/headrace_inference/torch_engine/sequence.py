@@ -210,7 +210,7 @@ class RowParameters:
             column[target] = column[source]
 
     def swap(self, left: int, right: int) -> None:
-        """Exchange two rows."""
+        """Exchange the parameters and positions of two rows of the batch."""
         for column in self._columns:
             column[[left, right]] = column[[right, left]]
 

@@ -215,8 +215,11 @@ class Trial:
         return numbers
 
     def _new_evidence(self) -> SuccessionEvidence | None:
-        """Return empty evidence about whether the candidate is better than the anchor; None if the candidate has no
-        anchor other than itself."""
+        """Return evidence, still without scores, about whether the candidate is better than the anchor.
+
+        The anchor is the earlier version that candidates must not fall behind, by default the champion. The result is
+        None without an anchor, or if the candidate is the anchor itself.
+        """
         anchor = self.anchor or self.champion
         if anchor is None or anchor == self.candidate:
             return None

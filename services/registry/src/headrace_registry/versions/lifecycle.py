@@ -90,7 +90,10 @@ class Reject:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Action that makes the candidate a waiting version again, because the model is pinned or paused."""
+    """Action that ends the candidacy of a version without a decision about it: it waits to be chosen again.
+
+    It is chosen if the model was paused or pinned to a version while the candidate was tested.
+    """
 
     version: str
 

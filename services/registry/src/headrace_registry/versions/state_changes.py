@@ -34,10 +34,11 @@ _NAME_LENGTH_MAX = 512
 
 
 class StateChanges:
-    """Elementary changes within one transaction.
+    """Writer of the registry's tables of models, versions and decisions, within the transaction of the caller.
 
-    `events` must be published after the commit. `operator` is the name of the operator who requested the changes, or
-    None for decisions of the registry itself.
+    Each method makes one change. `events` collects the events about decisions, which the caller must publish after the
+    commit. `operator` is the name of the operator who requested the changes, or None for decisions of the registry
+    itself.
     """
 
     def __init__(self, tx: AsyncConnection, now: datetime, operator: str | None = None) -> None:

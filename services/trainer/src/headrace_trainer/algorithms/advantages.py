@@ -25,7 +25,7 @@ RESOLUTION = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """Advantages of branches, `(reward - baseline) / scale`, with baselines and scales.
+    """Advantages of branches (token sequences of runs), `(reward - baseline) / scale`, with baselines and scales.
 
     A later revision of a branch's reward is compared with the same baseline and scale.
     """

@@ -172,7 +172,11 @@ def _preference_examples(experience: Experience, signals: Signals) -> Iterator[E
 
 
 def required_lengths(examples: Sequence[Example], branch: Branch) -> list[int]:
-    """Return the length, in tokens, of the longest sequence on which each example is trained."""
+    """Return, for each example, the length in tokens of the longest sequence that its training computes.
+
+    This is the part of `branch` up to the end of the example's answer or its replacement, or a longer sequence that a
+    teacher grades. If the branch does not have the answer, it is the whole branch.
+    """
     spans = {(span.turn_id, span.choice): span for span in reversed(branch.spans)}
     lengths: list[int] = []
     for example in examples:

@@ -141,7 +141,7 @@ class LineageState:
         return decision
 
     def is_correction(self, item: WaitingExperience) -> bool:
-        """Return whether the experience was trained before and the advantages of its pending updates are all known."""
+        """Return whether the experience was trained before and its correction needs no comparison with other runs."""
         entry = self.window.get(item.experience.experience_id)
         if entry is None or not entry.trained or self.limits.signals.rewards_alone:
             return entry is not None and entry.trained

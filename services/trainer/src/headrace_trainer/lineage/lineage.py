@@ -293,7 +293,8 @@ class Lineage:
         """Apply a decision of the registry: reset the weights to another version if `plan_control` requires it.
 
         Returns:
-            The lost revisions of each experience (`LineageState.go_back`). Pass them to `LineageState.undo`.
+            The revisions, by experience id, whose training the reset removed from the weights. Pass them to
+                `LineageState.undo`.
         """
         state = self.state
         course = control.plan_control(event, state.history, state.promoted)

@@ -73,7 +73,10 @@ def _references(
 
 
 def state_metadata(lineage: str) -> dict[str, str]:
-    """Return the metadata of the files of a lineage's state: one entry, since safetensors writes several unordered."""
+    """Return the metadata for the header of the safetensors files with a lineage's weights and optimizer state.
+
+    It has a single entry: safetensors writes several entries in any order, and equal states must give equal bytes.
+    """
     return {"headrace": f"training state of lineage {lineage}"}
 
 

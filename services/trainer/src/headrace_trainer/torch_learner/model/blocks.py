@@ -84,7 +84,10 @@ def _reach(start: int, stop: int, length: int, mask_args: Mapping[str, Any]) -> 
 
 
 def refine(blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-    """Divide blocks into short ones, for attention that stores the scores of a block."""
+    """Divide attention blocks (ranges of queries with their keys) into blocks of at most `QUERIES` queries.
+
+    This bounds the memory of an implementation that stores all scores of a block.
+    """
     return tuple(part for block in blocks for part in split(block, QUERIES))
 
 

@@ -118,7 +118,10 @@ def _advantages(row: Row) -> np.ndarray[Any, Any]:
 
 
 def _pairs(rows: Sequence[Row]) -> np.ndarray[Any, Any]:
-    """Return for each row the index of the row that it is paired with (equal `Row.together`), or its own index."""
+    """Return for each row (token sequence) the index of its partner, or its own index if it has none.
+
+    Partners are two rows with the same `Row.together`, such as the chosen and the rejected answer of a preference.
+    """
     groups: dict[str, list[int]] = {}
     for index, row in enumerate(rows):
         groups.setdefault(row.together, []).append(index)

@@ -29,12 +29,15 @@ _NONE = np.zeros(0, np.int64)
 
 @dataclass(frozen=True)
 class AnswerShift:
-    """Additions to the logits of one answer: the loss tokens `first .. first + len(word_T)`.
+    """Values to add to the logits of one answer, since it was sampled with a logit bias or with presence or frequency
+    penalties.
 
-    They are constants of the gradient: penalties depend on earlier tokens of the answer alone.
+    The values depend only on the answer's sampled tokens and its sampling parameters. So no gradient flows through
+    them.
     """
 
     first: int
+    """Index of the answer's first token among the loss tokens of the forward pass."""
     words_W: NDArray[np.int64]
     """The words whose logits change: those of the answer, where it has penalties, and those of the bias."""
     word_T: NDArray[np.int64]
@@ -43,6 +46,7 @@ class AnswerShift:
     presence: float
     frequency: float
     tokens: int
+    """Number of tokens of the answer."""
 
     @classmethod
     def of(cls, first: int, token_ids_T: NDArray[np.int32], shift: LogitShift) -> AnswerShift:
