@@ -3,9 +3,10 @@
 A program reads lines from standard input and writes lines to standard output, for example
 `python -m headrace_scorer.replay`. Each line consists of a word, a space and JSON.
 
-`headrace models register`, `import` and `export` start a program that can load weights. `headrace train` starts a
-program that applies a model's tokenizer and chat template: the first line is `base`, and the program replies `opened`;
-each following line is a `row`, and the program replies `written` or `refused` in the same order.
+`headrace models register`, `import` and `export` start the importing program, which can load weights. `headrace train`
+starts the tokenizing program, which applies a model's tokenizer and chat template: the first line is `base`, and the
+program replies `opened`; each following line is a `row`, and the program replies `written` or `refused` in the same
+order.
 
 The gate's program, which plays held-out tasks, writes JSON alone. It first prints one `Tasks`. Then it reads one `Play`
 per line and prints one `PlayResult` for each, in any order and with any number of concurrent plays. It exits at the
@@ -33,7 +34,7 @@ Names = Annotated[tuple[Text, ...], Field(min_length=1, max_length=100_000)]
 
 
 class FolderLine(Model):
-    """A line `folder`: the request to store a folder as a version."""
+    """Input line `folder` of the importing program: the request to store the model files in a folder as a version."""
 
     folder: str
     name: ModelName | None = None
@@ -43,14 +44,14 @@ class FolderLine(Model):
 
 
 class StoredLine(Model):
-    """Output line `stored`: the version that was made of the folder in the input line `folder`, with its manifest."""
+    """Output line `stored`, the reply to `folder`: the version that was made of the folder, with its manifest."""
 
     version: Version
     manifest: BlobRef
 
 
 class MergeLine(Model):
-    """A line `merge`: the request to write adapter and base as one model into a folder."""
+    """Input line `merge` of the importing program: the request to write adapter and base as one model to a folder."""
 
     adapter: BlobRef
     base: BlobRef
@@ -58,7 +59,7 @@ class MergeLine(Model):
 
 
 class MergedLine(Model):
-    """A line `merged`, the reply to `merge`: the folder with the merged model."""
+    """Output line `merged`, the reply to `merge`: the folder with the merged model."""
 
     folder: str
 
@@ -82,7 +83,10 @@ class OpenedLine(Model):
 
 
 class RowLine(Model):
-    """A line `row`: a written conversation. The assistant messages after the prompt are trained."""
+    """Input line `row` of the tokenizing program: a conversation from a data file of `headrace train`.
+
+    The model is trained on the assistant messages in `answers`, except those in `untrained`.
+    """
 
     number: Annotated[int, Field(ge=1)]
     prompt: tuple[Message, ...] = Field(default=(), max_length=8192)
@@ -126,7 +130,10 @@ class WrittenLine(Model):
 
 
 class RefusedLine(Model):
-    """A line `refused`: a row that cannot be trained. `kind` is a stable word, `reason` a sentence."""
+    """Output line `refused` of the tokenizing program: a row that cannot be tokenized for training.
+
+    `kind` is a stable word, `reason` a sentence.
+    """
 
     number: int
     kind: str

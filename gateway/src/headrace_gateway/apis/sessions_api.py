@@ -82,7 +82,10 @@ def check(trajectory: Trajectory, models: KnownModels) -> None:
 
 
 async def no_known_models(_model: str) -> KnownModels:
-    """Return empty known models, for a gateway that reads no topics."""
+    """Return a `KnownModels` without any model or version, for a gateway that reads no topics.
+
+    With it, trajectories of any model and version may be ingested.
+    """
     return KnownModels()
 
 

@@ -248,7 +248,10 @@ def parse_chat(body: bytes, context: RequestContext) -> ChatRequest:
 
 
 def check_chat_request(request: ChatRequest, context: RequestContext) -> ChatRequest:
-    """Check the fields of a chat request. Return it with its switch of thinking as a variable of the chat template.
+    """Check the fields of a chat request, and return it.
+
+    If one of its fields switches thinking on or off, for example `reasoning_effort`, the returned request has the
+    variable `enable_thinking` of the chat template.
 
     Raises:
         ApiError: 400, a field has a value that is not supported.

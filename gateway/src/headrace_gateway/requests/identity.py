@@ -243,9 +243,11 @@ def _implied(caller: Caller, use: str, messages: tuple[Message, ...]) -> str:
 
 
 def opening(messages: tuple[Message, ...]) -> tuple[Message, ...]:
-    """Return the messages before the first answer that follows a user message, or all messages if there is none.
+    """Return the messages before the first answer, by which calls of one implicit session are recognized.
 
-    Several messages may precede it, because agents put the state of their environment before the task.
+    The first answer is the first assistant message after a user message. If there is none, all messages are returned.
+    Several user messages may precede the first answer, because agents put the state of their environment before the
+    task.
     """
     has_user = False
     for at, message in enumerate(messages):

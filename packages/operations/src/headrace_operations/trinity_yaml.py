@@ -73,9 +73,9 @@ def tasks(count: Any) -> tuple[dict[str, Any], str]:
 
 
 def port(number: Any) -> tuple[dict[str, Any], str]:
-    """Convert the port of the explorer to that of the gateway.
+    """Convert Trinity's `explorer.proxy_port` to `gateway.port`.
 
-    The explorer's usual port 8010 is also the default port of the replica, which then gets the next port.
+    Trinity's usual port 8010 is also the default of `inference.port`. In this case `inference.port` is set to 8011.
     """
     replica_port = {"inference.port": int(number) + 1} if int(number) == _REPLICA else {}
     return {"gateway.port": number, **replica_port}, ""

@@ -226,8 +226,8 @@ class TurnAccountBuilder:
         """Return the account of all captured turns.
 
         Args:
-            complete: whether the topics still contain every record ever written. Then a missing cause is reported as a
-                problem.
+            complete: whether the topics still contain every record ever written. Then an event is reported as a
+                problem if the turn, trajectory or experience that it refers to is missing.
         """
         self._complete = complete
         lineages = {model: lineage for model, (_, lineage) in self._latest_lineages.items()} | self._chosen_lineages
@@ -332,7 +332,13 @@ class TurnAccountBuilder:
                 self._add_missing_cause(f"turn {turn_id} was used without having been captured")
 
     def _add_missing_cause(self, text: str) -> None:
-        """Report a missing cause as a problem, unless retention may have deleted it."""
+        """Report as a problem that the turn, trajectory or experience to which an event refers is missing on the bus.
+
+        Do nothing if the topics are not complete, because retention may have deleted the record.
+
+        Args:
+            text: description of the problem.
+        """
         if self._complete:
             self._add_problem(text)
 

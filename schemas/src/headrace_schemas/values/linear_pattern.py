@@ -94,7 +94,10 @@ class _Translation:
         return "".join(self._pieces), sum(self._sizes)
 
     def _step(self, at: int) -> int:
-        """Translate the item at position `at`, and return the position of the next item."""
+        """Translate the item of the pattern at position `at` to Rust's syntax, and return the position after the item.
+
+        An item is a character, an escape, a character class, a parenthesis or a quantifier.
+        """
         pattern, character = self._pattern, self._pattern[at]
         if character == "\\":
             escape = pattern[at : at + 2]

@@ -139,8 +139,11 @@ class CompactionPass:
 
 
 def progress(db: sqlite3.Connection, partition_id: int) -> tuple[int, int]:
-    """Return where the last compaction pass over a partition ended: its limit (an offset), and the bytes of the
-    partition after it."""
+    """Return the progress of compaction in a partition, as the last complete pass stored it with `Upkeep.record_pass`.
+
+    Returns:
+        The offset before which the log is compacted, and the size of the compacted batches in bytes.
+    """
     row = db.execute("SELECT cleaned_to, clean_bytes FROM partitions WHERE id = ?", (partition_id,)).fetchone()
     return row or (0, 0)
 
@@ -292,7 +295,13 @@ class Upkeep:
         return saved
 
     def record_pass(self, partition_id: int, upto: int, kept_bytes: int) -> None:
-        """Store where a compaction pass ended: its limit (an offset), and the bytes of the partition after it."""
+        """Store the progress of compaction in a partition after a complete pass, for `progress`.
+
+        Args:
+            partition_id: the partition.
+            upto: limit of the pass: the offset before which the log is now compacted.
+            kept_bytes: size of the batches before `upto` after the pass.
+        """
         statement = "UPDATE partitions SET cleaned_to = ?, clean_bytes = ? WHERE id = ?"
         self._db.execute(statement, (upto, kept_bytes, partition_id))
 

@@ -238,7 +238,7 @@ _SENT = struct.Struct(">iiq")
 
 @dataclass(slots=True)
 class ProducerState:
-    """State of one producer in one partition.
+    """State of one idempotent producer in one partition, from which repeated and missing batches are detected.
 
     `open_from` is the first offset of the producer's open transaction, or None if it has none.
     """
@@ -270,7 +270,10 @@ class ProducerState:
         return None
 
     def note(self, batch: RecordBatch, offset: int, now_ms: int) -> None:
-        """Update the state after a batch of the producer was stored at `offset`."""
+        """Add a batch of the producer, which was stored at `offset`, to the state.
+
+        A batch with a new epoch replaces the batches in `recent`. The first batch of a transaction sets `open_from`.
+        """
         if batch.producer_epoch != self.epoch:
             self.epoch = batch.producer_epoch
             self.recent.clear()

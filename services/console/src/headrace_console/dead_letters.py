@@ -46,7 +46,15 @@ class LetterGroup:
 
 
 async def letter_groups(tx: AsyncConnection, state: str) -> list[LetterGroup]:
-    """Return the groups of dead letters in a state, the group with the most letters first."""
+    """Count the dead letters in a state by service, source topic and reason.
+
+    Args:
+        tx: the transaction.
+        state: one of `tables.LETTER_STATES`. At most `GROUPED_MAX` letters in this state are counted.
+
+    Returns:
+        The groups, the group with the most letters first.
+    """
     table = tables.letters
     kind = table.c.service, table.c.topic, table.c.reason
     rows = select(*kind, table.c.at_ms).where(_is_in(state)).limit(GROUPED_MAX).subquery()
@@ -64,7 +72,10 @@ async def letter_groups(tx: AsyncConnection, state: str) -> list[LetterGroup]:
 async def letters_of(
     tx: AsyncConnection, group: LetterGroup, state: str, *, after: tuple[int, int] | None, limit: int
 ) -> Sequence[Row]:
-    """Return at most `limit` letters of a group in a state, the oldest first, beginning after the position `after`."""
+    """Return at most `limit` letters of a group in a state, the oldest first.
+
+    They begin after `after`, the time in milliseconds and the row id of a letter; None to begin with the oldest.
+    """
     table, names = tables.letters, (group.service, group.topic, group.reason)
     numbers = await numbers_of(tx, names)
     if not all(name in numbers for name in names):

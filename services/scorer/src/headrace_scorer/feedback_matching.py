@@ -193,7 +193,11 @@ class FeedbackSet:
 
     @property
     def session_count(self) -> int:
-        """Number of sessions that the run consists of, as feedback that lists turns states it; at least 1."""
+        """Number of sessions that contain turns of the trajectory's run; 1 without feedback that lists turns.
+
+        Feedback that lists the turns of a run is one event for each session, and each event contains the number
+        (`Feedback.run_sessions`). The largest number is returned.
+        """
         return max((event.run_sessions for event in self.listing), default=1)
 
     def resolve_id(self, field: str, default: str | None) -> str | None:

@@ -28,16 +28,23 @@ async def add_task(tx: AsyncConnection, tenant: str, task_id: str, partition: in
 
 
 async def _next_turn(tx: AsyncConnection, tenant: str) -> int:
-    """Return the turn of a task that is added or was served, so that tenants with few tasks do not wait for others."""
+    """Return the position in the service order for a row of `tenant` that was added, or from which runs were taken.
+
+    The rows of one tenant get successive positions, so that tenants with few tasks do not wait for others.
+    """
     first = await tx.scalar(select(func.min(_ROWS.turn)))
     last = await tx.scalar(select(func.max(_ROWS.turn)).where(_ROWS.tenant == tenant))
     return int(max(first or 0, last or 0)) + 1
 
 
 async def take(tx: AsyncConnection, most: int) -> tuple[Sequence[str], bool]:
-    """Return the ids of up to `most` trajectories to match again, and whether there may be more.
+    """Take up to `most` stored trajectories that must be matched with their feedback again.
 
-    Marked trajectories come first, then those of tasks. A position or mark that was taken is not returned again.
+    Trajectories with the mark `rematch` come first, then the runs of the tasks in `task_rematches`. The marks are
+    deleted, and the rows of the tasks are moved past the taken runs, so that the next call returns others.
+
+    Returns:
+        The ids of the trajectories, each once, and whether there may be more.
     """
     names = await _take_marked(tx, most)
     while len(names) < most:

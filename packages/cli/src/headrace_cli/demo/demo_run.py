@@ -174,7 +174,7 @@ class DemoRun:
     watch: Watch
 
     async def run_with_gate(self) -> DemoRunResult:
-        """Let the agent work until the audit of the registry reaches the goal."""
+        """Let the agent work until the registry's audit scores reach the goal; measure the first and last version."""
         with self.reporter.show_activity("loading, probing and evaluating the first version"):
             await self._wait_first_version(lambda: self.watch.champions[0] in self.watch.scores)
         with self.reporter.show_activity("measuring it as the last one will be"):
@@ -276,9 +276,9 @@ class DemoRun:
                 await self.watch.changed.wait()
 
     async def _wait_last_audit(self) -> None:
-        """Wait until the newest champion has an audit score.
+        """Wait until the registry has reported the newest champion's score on the audit tasks, which are held out.
 
-        A version is audited only after its promotion, so its score comes later than the promotion.
+        A version plays them only after its promotion, so its score comes later than the promotion.
         """
         watch = self.watch
         async with _within(_LAST_AUDIT_S_MAX, f"{watch.champions[-1]} was not measured"):

@@ -86,8 +86,8 @@ Signal = Callable[[Sequence[Exchange], Mapping[str, Any]], Iterable[Hint]]
 def exchanges(trajectory: Trajectory) -> list[Exchange]:
     """Return the exchanges of a trajectory: each captured answer of the model, with the messages before and after it.
 
-    Only the last answers of the dialogue were captured (one for each span of the first branch). Earlier answers were
-    part of the client's first prompt, and are left out.
+    Only the last answers of the dialogue were captured: as many as the first token sequence of the trajectory
+    (`branches[0]`) has sampled spans. Earlier answers were part of the client's first prompt, and are left out.
     """
     if not trajectory.branches or not trajectory.dialogues:
         return []

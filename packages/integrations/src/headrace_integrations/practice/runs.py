@@ -160,9 +160,12 @@ class Run:
         return metrics
 
     async def execute(self, play: Play) -> None:
-        """Call `play` with the run, then send the reward of each session.
+        """Run the agent by calling `play(task, run)`, then end each session and send its agent's reward.
 
-        If `play` raises, store the error and send no reward.
+        If `play` raises, store the error and send no reward. Sessions of evaluation runs end without a reward.
+
+        Args:
+            play: the user's function, which plays the task and sets rewards with `Run.reward`.
         """
         try:
             self.result = await (

@@ -113,7 +113,10 @@ _BODY_LENGTH_MAX = 300
 
 @dataclass(frozen=True)
 class Playthrough:
-    """The conversation of one play of a task. Agents of users may add `fields` for metrics of their own."""
+    """Transcript of an agent's attempt at an evaluation task.
+
+    An agent that the user wrote may add `fields`, which the user's own metrics can read.
+    """
 
     messages: Sequence[Mapping[str, Any]]
     """Messages of the model and results of tools, in the format of the OpenAI API."""
@@ -140,7 +143,10 @@ class Playthrough:
 
 
 class ModelClient:
-    """Client with which an agent calls the model during one play. `seed` is for random choices of the agent."""
+    """Client with which an agent calls the model during one attempt at a task.
+
+    `seed` is for random choices of the agent.
+    """
 
     def __init__(self, http: httpx2.Client, base_url: str, version: str, seed: int, body: Mapping[str, Any]) -> None:
         self._http = http

@@ -48,7 +48,12 @@ class Item:
     """Experiences that the original lineage left out of these batches."""
 
     def with_cuts(self, cuts: tuple[int, ...], left_out: tuple[str, ...]) -> Item:
-        """Return the item with the sizes of further batches that the original training formed right after it."""
+        """Return the item with further batches that the original lineage formed after it and before the next item.
+
+        Args:
+            cuts: number of experiences of each of these batches, added to `Item.cuts`.
+            left_out: ids of the experiences that were left out of them, added to `Item.left_out`.
+        """
         return replace(self, cuts=(*self.cuts, *cuts), left_out=(*self.left_out, *left_out))
 
 
@@ -174,9 +179,10 @@ class Pipeline:
         self.tick("scoring trajectories", merge.total, merge.total)
 
     async def _feed_feedback(self, program: Program) -> None:
-        """Send feedback and the rewards of other sources to the scorer.
+        """Send the stored feedback and rewards to the scorer's program, which computes the rewards of its own sources.
 
-        If feedback is about sessions, the scorer also needs the times of their trajectories.
+        The rewards are those on the topic `rewards`, for example from the judge. If feedback is about sessions, the
+        scorer also needs the times of their trajectories.
         """
         about_sessions = False
         keys = self.request.topic_range.keys
@@ -193,9 +199,9 @@ class Pipeline:
                     await _feed_closed_trajectory(program, entry)
 
     def _is_replayed(self, reward: Reward) -> bool:
-        """Return whether a reward on the topic is used again.
+        """Return whether a reward on the topic `rewards` is sent to the scorer.
 
-        Rewards of the judge are not if the judge judges again.
+        Rewards of the judge are not sent if the replay runs the judge again.
         """
         return not (self.request.judge and reward.source.startswith("judge:"))
 
@@ -230,7 +236,7 @@ class Pipeline:
                 self.report.other_models += 1
 
     async def _judge(self) -> list[bytes]:
-        """Let the judge judge the trajectories and return its rewards as JSON."""
+        """Run the judge's program on the selected trajectories, and return its rewards as JSON."""
         rewards: list[bytes] = []
 
         async def drain(program: Program) -> None:

@@ -53,7 +53,7 @@ _Item = Received | RefusedRecord | RecordToHold
 
 @dataclass(slots=True)
 class Processor:
-    """Processor of the records of one service. Any task may call `process` and `step`; the calls run in turn."""
+    """Executor of a service's record handlers (`process`) and other work (`step`). Concurrent calls run in turn."""
 
     service: str
     handlers: Mapping[str, Handler]

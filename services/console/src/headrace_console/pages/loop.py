@@ -108,7 +108,12 @@ async def flow(visit: Visit) -> Response:
 
 
 def flow_title(facts: Facts, cause: Cause | None) -> str:
-    """Return the heading of the page Why, which depends on whether experiences are trained."""
+    """Return the heading of the console's page Why (`/flow`).
+
+    Args:
+        facts: state of the loop; the heading depends on whether a model was trained on an experience recently.
+        cause: reason why nothing is trained, or None if there is none or it is not known.
+    """
     if facts.trains:
         return "What is not trained, and why"
     return "Why nothing trains" if cause is not None else "Is anything trained?"

@@ -242,7 +242,15 @@ def _now_ms(visit: Visit) -> int:
 
 
 async def queue_of_path(tx: AsyncConnection, visit: Visit, *, locked: bool = False) -> Queue:
-    """Return the queue of the path. Raises `NotFound` if the user may not see it."""
+    """Return the review queue whose number is in the path of the request.
+
+    Raises `NotFound` if there is no such queue, or if the user may not see it.
+
+    Args:
+        tx: the transaction.
+        visit: the request and its user.
+        locked: whether to lock the queue until the transaction ends.
+    """
     text = visit.path("queue")
     queue = await queues.queue_of(tx, visit.user, int(text), locked=locked) if NUMBER.fullmatch(text) else None
     if queue is None:

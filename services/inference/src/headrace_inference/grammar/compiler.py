@@ -243,7 +243,11 @@ class GrammarCompiler:
         return _Grammar(text, trial_text, tokenizer, vocabulary, library, field)
 
     def _compile(self, work: _Compilation) -> GrammarGuide:
-        """Compile a grammar after a trial. Raises `Refused`."""
+        """Compile a grammar and store its guide in the cache.
+
+        A child process compiles the grammar first, because only a process can be stopped when a grammar takes too long
+        or needs too much memory. Raises `Refused` if either compilation fails.
+        """
         self._try(work.grammar)
         work.begun_s = time.monotonic()
         guide = self._guide(work.grammar)

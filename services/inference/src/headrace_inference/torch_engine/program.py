@@ -275,7 +275,18 @@ def _plain_executor(function: Any) -> Callable[..., Any]:
 
 
 def _example(scratch: Scratch, rows: int, queries: int, past: int = 7) -> tuple[Tensor, ...]:
-    """Return example inputs of `decode`. The first four are inputs of `prefill`."""
+    """Return example inputs for tracing a program, or for comparing a trace with the model's own code.
+
+    Args:
+        scratch: function that returns zeroed KV.
+        rows: number of rows of the batch.
+        queries: number of new tokens of each row.
+        past: number of earlier tokens of each row.
+
+    Returns:
+        The inputs of `decode` after the weights: token ids, positions, window, KV, temperature and uniform numbers. The
+            first four are the inputs of `prefill`.
+    """
     cache = scratch(rows, past + queries + 1)
     device = cache.device
     ids = (torch.arange(rows * queries, device=device) % 11).view(rows, queries)

@@ -37,11 +37,12 @@ from headrace_schemas import Event, Feedback, Reward, Trajectory, Turn
 
 
 class TurnHandler:
-    """Stream handler of turns. It enrolls their units in the arms of rollouts, and counts turns by the version that
-    answered.
+    """Stream handler of turns. It enrolls the unit of each turn in the arm and rollouts of `Turn.assignment`, stores
+    the turn for the rollouts' metrics, and counts turns by the version that answered.
 
-    A unit belongs to the arm that it was assigned to, even if another version answered. Call `write_counts` after each
-    batch, in the batch's transaction.
+    Turns in the arm `rest` are counted but neither enrolled nor stored. A unit is a session or all sessions of a user,
+    as the rollout's plan defines. It belongs to the arm that it was assigned to, even if another version answered. Call
+    `write_counts` after each batch, in the batch's transaction.
     """
 
     def __init__(self, lease: LeaderLease, events_max: int, sampler: PromptSampler | None = None) -> None:
@@ -93,8 +94,8 @@ class TurnHandler:
 
 
 class SessionEventHandler:
-    """Stream handler of rewards, feedback and trajectories. It stores those of sessions that belong to a unit of a
-    rollout.
+    """Stream handler of rewards, feedback and trajectories. It stores the events of sessions that `TurnHandler` has
+    enrolled in a rollout, for the rollout's metrics.
 
     Events of other sessions are ignored.
     """

@@ -38,10 +38,11 @@ class Wealth(Protocol):
 
 @dataclass(slots=True)
 class SequentialTest:
-    """Sequential test of whether the mean of a metric's contrasts exceeds a bound. It is an e-process with an error
-    probability.
+    """Sequential test of whether the mean of a metric's contrasts (differences between candidate and control, see
+    `MetricMonitor`) exceeds a bound.
 
-    With `sign` -1 the contrasts are negated, so that a mean below a bound is detected.
+    `wealth` is the e-process of the test, and `error` the bound of the probability of a wrong rejection. With `sign` -1
+    the contrasts are negated, so that a mean below a bound is detected.
     """
 
     wealth: Wealth

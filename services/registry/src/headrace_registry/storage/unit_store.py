@@ -92,7 +92,10 @@ async def enroll(
 
 
 async def memberships(tx: AsyncConnection, session_key: str, tenant: str) -> list[Membership]:
-    """Return the units of rollouts in progress to which a session of a tenant belongs."""
+    """Return the membership of a tenant's session in each rollout in progress; empty if `enroll` has added it to none.
+
+    A membership names the session's unit in the rollout: the session itself or its user.
+    """
     query = (
         select(SESSIONS.c.rollout_id, SESSIONS.c.unit, ROLLOUTS.c.observed_ms)
         .join(ROLLOUTS, ROLLOUTS.c.rollout_id == SESSIONS.c.rollout_id)
@@ -120,15 +123,16 @@ async def add_event(tx: AsyncConnection, member: Membership, event: Event, event
 async def due_units(
     tx: AsyncConnection, rollout: RolloutRecord, readings_done: int, age_ms: int, limit: int
 ) -> tuple[list[DueUnit], bool]:
-    """Return the units whose metrics must be computed at an age, in the order in which they must be evaluated.
+    """Return the units of a rollout whose metric values (readings) are due at an age, that is, at a time since their
+    enrollment.
 
     Args:
-        readings_done: number of earlier ages, at which the metrics of these units were computed before.
-        age_ms: the age that the units have reached.
+        readings_done: number of readings that are already stored for each of these units, at lower ages.
+        age_ms: the age in milliseconds of the rollout's clock. The units have reached it.
         limit: maximum number of units that are returned. If the units are large, fewer are returned.
 
     Returns:
-        The units, and whether there may be more of them.
+        The units in order of enrollment, in which tests must evaluate them, and whether there may be more of them.
     """
     query = (
         select(UNITS)

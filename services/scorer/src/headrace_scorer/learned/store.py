@@ -178,7 +178,10 @@ async def wait_for_thumbs(tx: AsyncConnection, tenant: str, source: str) -> None
 
 
 async def mark_for_rescoring(tx: AsyncConnection, tenant: str, most: int) -> None:
-    """Mark the newest `most` runs of a tenant, so that `rematches.take` returns them to be matched and scored again."""
+    """Mark the newest `most` trajectories of a tenant for scoring with the tenant's newly fitted reward model.
+
+    `rematches.take` returns them, and the scorer matches them with their feedback again and computes new scores.
+    """
     runs = run_features.c
     newest = (
         select(runs.trajectory_id)

@@ -250,9 +250,15 @@ def _preparation_error(
 
 
 def _can_train(item: WaitingExperience, update: PendingUpdate, pairs: dict[tuple[str, str], str]) -> bool:
-    """Return whether the batch contains all that `update` needs.
+    """Return whether the batch contains everything that an update of the experience `item` needs.
 
-    An answer of a comparison that is trained for the first time needs its counterpart. Other updates need nothing else.
+    The first training of one example of a pair (an edit and the answer that it replaces, or the two sides of a
+    preference) needs the other example of the pair. All other updates can be trained alone.
+
+    Args:
+        item: the waiting experience.
+        update: an update that the weights still lack for it.
+        pairs: name of the pair of each example whose other example is in the batch, by experience id and part.
     """
     return not (update.is_new and update.example.pair) or (item.experience.experience_id, update.example.part) in pairs
 

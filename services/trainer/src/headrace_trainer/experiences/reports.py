@@ -48,7 +48,8 @@ class TrainedExperience:
 
     @property
     def name(self) -> str:
-        """Name of the example's row in the batch."""
+        """Id of the example within its batch, as in `Row.name`: the experience id, followed by `#` and the example's
+        part unless the example is the whole branch."""
         part = self.example.part
         return f"{self.waiting.experience.experience_id}#{part}" if part else self.waiting.experience.experience_id
 

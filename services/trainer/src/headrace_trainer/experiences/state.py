@@ -167,11 +167,11 @@ class LineageState:
         return self.baselines.ranges.winsorise(experience, self.limits.ranges)
 
     def open_answers(self, item: WaitingExperience) -> tuple[Example, ...]:
-        """Return the answers of a waiting experience whose first training needs their counterpart in the same batch."""
+        """Return the untrained examples of an experience that need the other example of their pair in their batch."""
         return tuple(update.example for update in self.pending_updates(item) if update.is_new and update.example.pair)
 
     def has_corrections(self, item: WaitingExperience) -> bool:
-        """Return whether the experience has an update that can be trained without the counterpart of an answer."""
+        """Return whether the experience has an update that can be trained without the other example of a pair."""
         return any(not (update.is_new and update.example.pair) for update in self.pending_updates(item))
 
     def go_back(self, version: str) -> dict[str, tuple[int, ...]]:

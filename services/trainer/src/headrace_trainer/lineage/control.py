@@ -66,10 +66,12 @@ def _parent(version: str, history: History) -> str | None:
 
 
 def find_excluded_contributions(state: LineageState, version: str) -> dict[str, tuple[int, ...]]:
-    """Return the experiences of an excluded version whose training the weights contain, each with its trained
-    revisions.
+    """Return the experiences with answers of an excluded version that still affect the weights in training.
 
     Pass the result to `queue_reversals`.
+
+    Returns:
+        The revisions whose contributions the weights contain, by experience id.
     """
     revisions_by_name: dict[str, tuple[int, ...]] = {}
     for name in state.window:
@@ -87,7 +89,8 @@ def queue_reversals(
     experiences: Mapping[str, Experience],
     now: datetime,
 ) -> int:
-    """Queue a correction for each experience of an excluded version, which reverses its contributions.
+    """Queue experiences with answers of an excluded version for a correction: a training that removes what they
+    contributed to the weights.
 
     Args:
         revisions_by_name: result of `find_excluded_contributions`.
@@ -95,8 +98,8 @@ def queue_reversals(
         now: present time.
 
     Returns:
-        The number of experiences that stay in the weights: too old to be trained, no longer on the bus, or without
-            room in the queue.
+        The number of experiences whose contributions stay in the weights, because the experience is too old to be
+            trained or no longer on the bus, or the queue has no room.
     """
     remaining = 0
     for name, revisions in revisions_by_name.items():

@@ -106,7 +106,7 @@ class Rank:
         return str(scratch / "files")
 
     def put(self, folder: str, name: str, piece: bytes) -> None:
-        """Append a piece to a file in the folder."""
+        """Append `piece`, the next bytes of the file `name`, to that file in `folder`."""
         path = Path(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
@@ -140,19 +140,20 @@ class Rank:
         return self._opened_learner.step(batch, from_base=from_base)
 
     def copy(self, number: int, base: str | None) -> CopyReport:
-        """Copy this rank's part of weights and optimizer into memory, as its part of copy `number`.
+        """Copy this rank's ranges of the weights and optimizer files into memory, as its part of snapshot `number`.
 
-        It replaces the part of the last copy.
+        They replace those of the last snapshot. `write_copy` writes them to files; `pieces` and `piece` return them.
         """
         return self._opened_learner.copy(number, base)
 
     def write_copy(self, number: int, folder: str, mark: str) -> list[Piece] | None:
-        """Write this rank's part of copy `number` into `folder`, if that is the trainer's folder.
+        """Write this rank's ranges of a snapshot (see `copy`) into the files in the trainer's folder, if this machine
+        has that folder.
 
-        Like the other methods for copies, it may run during a step.
+        Like the other methods for snapshots, it may run during a step.
 
         Args:
-            number: number of the copy.
+            number: number of the snapshot.
             folder: path of the trainer's folder.
             mark: content of the file `MARK` in the trainer's folder.
 
@@ -162,8 +163,9 @@ class Rank:
         return self._opened_learner.write_copy(number, Path(folder)) if self.sees(folder, mark) else None
 
     def pieces(self, number: int) -> list[Piece]:
-        """Return the position and size of each piece of this rank's part of copy `number`, whose content `piece`
-        returns.
+        """Return file, start, size and checksum of each piece of this rank's part of snapshot `number` (see `copy`).
+
+        The trainer's process passes each result to `piece`, which returns the bytes.
         """
         return self._opened_learner.pieces(number)
 
@@ -174,7 +176,10 @@ class Rank:
         self._opened_learner.drop(number)
 
     def sees(self, folder: str, mark: str) -> bool:
-        """Return whether `folder` on this machine is the trainer's own folder, which has the mark."""
+        """Return whether `folder` on this machine is the trainer's own folder: its file `MARK` contains `mark`.
+
+        On another machine than the trainer's, this is true only with a shared file system.
+        """
         try:
             return (Path(folder) / MARK).read_text(encoding="ascii") == mark
         except OSError:

@@ -28,7 +28,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def gather(tensor: Tensor) -> Tensor:
-    """Return the full tensor, in every process."""
+    """Return the full tensor, assembled from the parts of all processes, in every process."""
     if not is_sharded(tensor):
         return tensor
     gathered: Tensor = _as_any(tensor).full_tensor()
@@ -36,12 +36,12 @@ def gather(tensor: Tensor) -> Tensor:
 
 
 def mean(tensor: Tensor) -> Tensor:
-    """Return the mean over the full tensor."""
+    """Return the mean of all elements of a tensor, including those that other processes hold."""
     return gather(tensor.sum()) / tensor.numel() if is_sharded(tensor) else tensor.mean()
 
 
 def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the norm of each tensor."""
+    """Return the L2 norm of each tensor, including the elements that other processes hold."""
     return [gather(norm) for norm in torch._foreach_norm(list(tensors))] if tensors else []
 
 

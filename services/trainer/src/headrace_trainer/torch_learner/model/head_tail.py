@@ -1,4 +1,5 @@
-"""Operation after a model's head (a scale or a soft cap), and how planted logits reveal it."""
+"""Operation that a model applies to the output of its head (a scale or a soft cap), and its detection with test
+logits."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ _ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class Tail:
-    """Operation after a model's head: `scale` times the logits (Cohere, Granite), or `cap * tanh(logits / cap)`
-    (Gemma)."""
+    """Operation that a model applies to the output of its head: a scale, `scale * logits` (Cohere, Granite), or a soft
+    cap, `cap * tanh(logits / cap)` (Gemma)."""
 
     scale: float = 1.0
     cap: float | None = None
@@ -25,7 +26,7 @@ class Tail:
         return scaled if self.cap is None else torch.tanh(scaled / self.cap) * self.cap
 
     def apply_in_place(self, raw: Tensor) -> Tensor:
-        """Apply the operation in place."""
+        """Apply the operation to `raw`, the output of the head, in place, and return the logits."""
         if self.scale != 1.0:
             raw.mul_(self.scale)
         return raw if self.cap is None else raw.div_(self.cap).tanh_().mul_(self.cap)
@@ -42,7 +43,7 @@ class Tail:
 
 
 NO_TAIL = Tail()
-"""The identity: the head's product is the logits."""
+"""The identity: the output of the head is the logits."""
 
 
 def planted_logits(raw: Tensor) -> Tensor:
@@ -54,7 +55,13 @@ def planted_logits(raw: Tensor) -> Tensor:
 
 
 def find_tail(planted: Tensor, answer: Tensor) -> Tail | None:
-    """Return the `Tail` that converts `planted` to `answer`, or None if the operation is neither scale nor soft cap."""
+    """Return the operation that a model applies to the output of its head, or None if it is neither a scale nor a soft
+    cap.
+
+    Args:
+        planted: the result of `planted_logits`, with which the output of the head was replaced in a forward pass.
+        answer: the logits that the forward pass returned.
+    """
     if answer.shape != planted.shape:
         return None
     small, huge = (float(value) for value in answer.flatten()[:2])
