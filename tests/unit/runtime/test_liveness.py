@@ -357,6 +357,7 @@ def test_a_process_that_floods_its_pipe_does_not_hold_the_watcher() -> None:
     watch = LivenessWatch()
     writing = watch.open()
     os.set_blocking(writing, False)
+    os.write(writing, b".")  # the thread may not run before the last poll
     is_over = threading.Event()
 
     def flood() -> None:
@@ -395,6 +396,5 @@ def test_only_folders_of_dead_processes_of_this_user_are_abandoned(tmp_path: Pat
     (folder("device", "") / "holder").unlink()
     (tmp_path / "x-device" / "holder").symlink_to("/dev/zero")
     (tmp_path / "x-link").symlink_to(dead)
-    own = folder("own", "")
-    liveness.claim_folder(own)
+    liveness.claim_folder(folder("own", ""))
     assert list(liveness.abandoned_folders(tmp_path, "x-*")) == [dead]
