@@ -9,10 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from sqlalchemy import ColumnElement, CompoundSelect, Executable, Select, bindparam, func, or_, select, union_all
+from sqlalchemy import (
+    ColumnElement,
+    CompoundSelect,
+    Executable,
+    Integer,
+    Select,
+    bindparam,
+    func,
+    or_,
+    select,
+    union_all,
+)
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_runtime.clock import epoch_ms
@@ -98,6 +108,18 @@ _ENDS = _united(*_FIRSTS, *_LAST_BEFORE)
 _AROUND = _united(_TOGETHER, *_successors(), *_FIRSTS)
 _WITH_ENDS = _peers(_CLOSED.time_ms.in_(select(_ENDS.subquery().c.time_ms))).limit(_TOGETHER_MAX)
 """The trajectories of `_ENDS` and those that were closed together with one of them, in no order."""
+
+
+def _newest_by_time() -> CompoundSelect[Any]:
+    """Return the statement of the newest `:most` positions without offsets, and of any one position in addition."""
+    table = feedback.c
+    of_session = table.session_key == bindparam("session_key"), table.tenant == bindparam("tenant")
+    general = select(*POSITION).where(*of_session, table.lists_turns.is_(False))
+    by_time = general.where(table.turns_until.is_(None)).order_by(table.place.desc())
+    return _united(by_time.limit(bindparam("most", type_=Integer)), general.limit(1))
+
+
+_NEWEST_BY_TIME = _newest_by_time()
 
 
 def session_of(trajectory: Trajectory) -> Session:
@@ -231,7 +253,8 @@ class SessionFeedback:
         returned. The result is None if there is no feedback about the session as a whole.
         """
         session_key, tenant = self.session
-        rows = await self.tx.execute(_newest_by_time(most), {"session_key": session_key, "tenant": tenant})
+        parameters = {"session_key": session_key, "tenant": tenant, "most": most + 1}
+        rows = await self.tx.execute(_NEWEST_BY_TIME, parameters)
         positions = {row[0]: FeedbackPosition(*row) for row in rows}
         return [item for item in positions.values() if item.turns_until is None] if positions else None
 
@@ -254,16 +277,6 @@ class SessionFeedback:
 
     async def _read(self, query: Select[Any]) -> list[FeedbackPosition]:
         return [FeedbackPosition(*row) for row in await self.tx.execute(query)]
-
-
-@cache
-def _newest_by_time(most: int) -> CompoundSelect[Any]:
-    """Return the statement of `placed_by_time`, with any one position in addition."""
-    table = feedback.c
-    of_session = table.session_key == bindparam("session_key"), table.tenant == bindparam("tenant")
-    general = select(*POSITION).where(*of_session, table.lists_turns.is_(False))
-    by_time = general.where(table.turns_until.is_(None)).order_by(table.place.desc())
-    return _united(by_time.limit(most + 1), general.limit(1))
 
 
 def _conditions(item: FeedbackRange) -> list[Condition]:
