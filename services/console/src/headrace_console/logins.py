@@ -13,6 +13,7 @@ import json
 import secrets
 from collections import Counter, OrderedDict, deque
 from dataclasses import asdict, dataclass
+from ipaddress import IPv6Network, ip_address
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -185,7 +186,13 @@ class Logins:
 
 def _network_of(address: str) -> str:
     """Return an IPv4 address, or the network of an IPv6 address, in which a client may choose any address."""
-    return ":".join(address.split(":")[:4]) if ":" in address and "." not in address else address
+    try:
+        parsed = ip_address(address)
+    except ValueError:  # for example of a Unix socket
+        return address
+    if parsed.version == 4 or parsed.ipv4_mapped is not None:
+        return address
+    return str(IPv6Network((int(parsed), 64), strict=False))
 
 
 def _digest(text: str) -> str:
