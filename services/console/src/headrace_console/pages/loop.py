@@ -46,7 +46,7 @@ async def loop(visit: Visit) -> Response:
     """Show the page Loop: whether each model learns from its traffic."""
     visit.parameters()
     facts, problem = await _facts(visit)
-    counts, last_call = await _counts(visit)
+    counts = await _counts(visit)
     models = [await _summary(visit, state) for state in facts.models[:_MODELS_SHOWN]]
     return visit.render(
         "loop.html",
@@ -57,7 +57,7 @@ async def loop(visit: Visit) -> Response:
         rule=visit.parts.rules.gate,
         facts=facts,
         counts=counts,
-        last_call=last_call,
+        last_call=None if counts is None else await _last_call(visit),
         searched_calls=queries.SEARCHED_CALLS_MAX,
         as_of=visit.parts.clock.now(),
     )
@@ -73,18 +73,24 @@ async def _steps(visit: Visit, model: str) -> tuple[queries.Row, ...]:
     return tuple(report for report in reports if report["reward"] is not None)
 
 
-async def _counts(visit: Visit) -> tuple[Counts | None, datetime | None]:
-    """Return the counts of the captured turns that the user may see, and the time of the last call.
+async def _counts(visit: Visit) -> Counts | None:
+    """Return the counts of the captured turns that the user may see, or None if the database does not answer."""
+    try:
+        async with visit.transaction() as tx:
+            return await queries.counts(tx, visit.user.scope)
+    except Unavailable:
+        return None
 
-    Both are None if the database does not answer.
-    """
+
+async def _last_call(visit: Visit) -> datetime | None:
+    """Return the time of the last call that the user may see, or None if there is none or the database does not
+    answer."""
     try:
         async with visit.transaction() as tx:
             last_ms = await queries.last_call(tx, visit.user.scope)
-            counts = await queries.counts(tx, visit.user.scope)
     except Unavailable:
-        return None, None
-    return counts, None if last_ms is None else from_epoch_ms(last_ms)
+        return None
+    return None if last_ms is None else from_epoch_ms(last_ms)
 
 
 async def flow(visit: Visit) -> Response:
@@ -92,7 +98,7 @@ async def flow(visit: Visit) -> Response:
     visit.parameters()
     facts, problem = await _facts(visit)
     cause = find_cause(facts)
-    counts, _ = await _counts(visit)
+    counts = await _counts(visit)
     return visit.render(
         "flow.html",
         title=flow_title(facts, cause),
