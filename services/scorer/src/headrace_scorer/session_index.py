@@ -103,6 +103,7 @@ def _successors() -> tuple[Select[Any], Select[Any]]:
     return _peers(_CLOSED.began.in_(captured)), _peers(_CLOSED.began.is_(None), _CLOSED.place.in_(ingested))
 
 
+_FIRST = _united(*_FIRSTS)
 _LAST = _united(*_LAST_BEFORE)
 _ENDS = _united(*_FIRSTS, *_LAST_BEFORE)
 _AROUND = _united(_TOGETHER, *_successors(), *_FIRSTS)
@@ -163,7 +164,7 @@ class ClosedNeighbours:
         if new is not None:
             ingested_until = new.offset if new.began is None else None
             before = await self._read(_LAST, turns_until=new.began, trajectories_until=ingested_until)
-            before = before or [*await self._first_after(new), *await self._read(_united(*_FIRSTS))]
+            before = before or [*await self._first_after(new), *await self._read(_FIRST)]
             peers |= {new, *before}
             times |= {peer.time_ms for peer in before}
         if by_time:

@@ -114,8 +114,8 @@ class BlobStore:
         """
         path = self._path(ref.sha256)
         with self._translate_errors(ref):
-            if not ref.size and self._fs.info(path)["size"]:
-                raise self._corrupt(ref, self._fs.info(path)["size"])
+            if not ref.size and (size := self._fs.info(path)["size"]):
+                raise self._corrupt(ref, size)
             # Object stores refuse a range of an empty blob.
             data: bytes = self._fs.cat_file(path, end=ref.size + 1) if ref.size else self._fs.cat_file(path)
         if not ref.matches(data):
