@@ -215,9 +215,6 @@ class RequestLimits:
     def in_progress(self) -> int:
         return self._total.in_progress
 
-    def body_bytes_max(self, caller: Caller) -> int:
-        return caller.limits.body_bytes_max
-
     def _meters_of(self, caller: Caller) -> list[tuple[str, Meter]]:
         """Return the meters that a request of the caller is charged to, with their names for messages: the key, the
         tenant if there are several, and all callers."""

@@ -79,7 +79,7 @@ class Admission:
         caller = self.caller(scope, headers, required_scope)
         with self.limits.admit(caller), logs.span(headers.get(b"traceparent", b"").decode("latin-1")):
             self.publisher.admit(caller.tenant)
-            body = await self._body(headers, receive, self.limits.body_bytes_max(caller))
+            body = await self._body(headers, receive, caller.limits.body_bytes_max)
             async with contextlib.nullcontext() if required_scope == "chat" else self._turn(caller.tenant):
                 yield AdmittedRequest(caller, headers, body)
 

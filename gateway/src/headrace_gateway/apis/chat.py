@@ -116,7 +116,7 @@ class Chat:
     async def parse_call(self, scope: Scope, admitted: AdmittedRequest) -> tuple[ChatCall, AnswerShape]:
         """Parse an admitted request to a call and the format of its answers. Raises `ApiError`."""
         started_at = self.clock.now()
-        bytes_max = self.admission.limits.body_bytes_max(admitted.caller)
+        bytes_max = admitted.caller.limits.body_bytes_max
         view = None if self.responses is None else self.responses.view(admitted.caller)
         context = RequestContext(
             self.settings.request_rules, bytes_max, view, self.messages.view(admitted.caller.tenant)

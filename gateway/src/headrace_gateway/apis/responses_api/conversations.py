@@ -173,7 +173,7 @@ class Conversations:
 
     async def _read(self, model: type[M], admitted: AdmittedRequest, view: CallerResponses) -> tuple[M, _Added]:
         """Parse the body, in a worker thread if it is large, and return it with the items that it appends."""
-        bytes_max = self.admission.limits.body_bytes_max(admitted.caller)
+        bytes_max = admitted.caller.limits.body_bytes_max
 
         def read() -> tuple[M, _Added]:
             body = admitted.body or b"{}"
