@@ -14,7 +14,7 @@ from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
 from tests.attack.inputs import TEXTS, Raw, mutate
 
-EXAMPLES = Path(ids.__file__).parents[1] / "examples"
+EXAMPLES = Path(ids.__file__).parents[1] / "examples.json"
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "search", "arguments": '{"query": "a"}'}}
 _TOOL: dict[str, Any] = {
     "type": "function",
@@ -59,8 +59,8 @@ def http_input(turns: KnownTurns, rng: random.Random, *, chat: bool) -> HttpInpu
 def topic_inputs() -> dict[str, list[object]]:
     """Return example events by topic."""
     return {
-        file.stem: list(json.loads(file.read_text(encoding="utf-8"), parse_float=Raw).values())
-        for file in sorted(EXAMPLES.iterdir())
+        topic: list(examples.values())
+        for topic, examples in json.loads(EXAMPLES.read_text(encoding="utf-8"), parse_float=Raw).items()
     }
 
 
