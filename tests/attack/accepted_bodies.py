@@ -339,8 +339,8 @@ _JSON = {"content-type": "application/json"}
 
 
 def _replica() -> FakeReplica:
-    """Start a replica whose prompts are as long as a turn allows."""
-    return FakeReplica(prompt_tokens_max=MAX_LENGTH - LENGTH)
+    """Return a replica whose prompts are as long as a turn allows, and which takes every form of an answer."""
+    return FakeReplica(prompt_tokens_max=MAX_LENGTH - LENGTH, grammars=("response_format", "tool_choice"))
 
 
 async def _turns(http: httpx.AsyncClient, url: str) -> list[str]:

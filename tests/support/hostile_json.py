@@ -296,7 +296,7 @@ def post(url: str, session: NamedSession, path: str, body: dict[str, Any], key: 
             connection.close()
     if key:
         headers = [*headers, f"Authorization: Bearer {key}".encode()]
-    head = [b"POST " + target + b" HTTP/1.1", b"Host: gateway", b"Connection: close", *headers]
+    head = [b"POST " + target + b" HTTP/1.1", b"Host: " + address.netloc.encode(), b"Connection: close", *headers]
     head += [b"Content-Type: application/json", b"Content-Length: %d" % len(content)]
     with socket.create_connection((host, port), timeout=60) as raw:
         raw.sendall(b"\r\n".join(head) + b"\r\n\r\n" + content)
