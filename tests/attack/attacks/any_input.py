@@ -27,6 +27,7 @@ from headrace_schemas import DeadLetter, Event, Experience, Reward, Trajectory
 from headrace_schemas.http.stack_access import read_token
 from headrace_schemas.values import ids
 from tests.attack.inputs import mutate, to_bytes
+from tests.attack.program import attack
 from tests.attack.route_inputs import HttpInput, KnownTurns, http_input, record_headers, topic_inputs
 from tests.attack.stacks import MODEL, beside, hostile_stack
 from tests.support import fake_llm
@@ -35,7 +36,6 @@ from tests.support.servers import PostgresNode, missing_postgres
 from tests.support.service_process import HeadraceUp
 from tests.system.program import Line, at_least, at_most, none_of
 
-TITLE = "generated inputs at every route and topic, on SQLite and on PostgreSQL"
 OTHER_REQUESTS = 12_000
 CHAT_REQUESTS = 1_500
 RECORDS = 6_500
@@ -44,7 +44,6 @@ _LOOP_BLOCK_S_MAX = 1.0
 _ACCEPTED_PERCENT_MIN = 10.0
 """Minimum share of accepted requests. A smaller share would mean that inputs hardly pass the gateway's checks."""
 _SETTLE_S = 240.0
-TIMEOUT_S = 5400.0
 PLANTED = (
     "a service ends",
     "a loop is blocked",
@@ -79,7 +78,8 @@ class Observations:
     block_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
 
-async def attack(folder: Path, rng: random.Random) -> list[Line]:
+@attack("generated inputs at every route and topic, on SQLite and on PostgreSQL", timeout_s=5400.0)
+async def any_input(folder: Path, rng: random.Random) -> list[Line]:
     lines = await _lines_on("SQLite", folder / "sqlite", {}, rng)
     reason = missing_postgres()
     if reason is not None:

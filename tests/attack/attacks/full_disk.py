@@ -22,13 +22,13 @@ import httpx
 from headrace_operations.supervisor import Limits, Supervisor
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_schemas import Trajectory, Turn
+from tests.attack.program import attack
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import routing
 from tests.support.machine import SmallDisk
 from tests.support.service_process import BusView, bus_view
 from tests.system.program import Line, none_of
 
-TITLE = "a disk that is full while agents work"
 _SERVICES = ("broker", "gateway", "collector", "scorer", "registry")
 _SIZE_MB = 512
 _USERS = 6
@@ -57,7 +57,8 @@ class Ledger:
     text_length_max: int = 8000
 
 
-async def attack(folder: Path, rng: random.Random) -> list[Line]:
+@attack("a disk that is full while agents work")
+async def full_disk(folder: Path, rng: random.Random) -> list[Line]:
     logging.getLogger("aiokafka").setLevel(logging.CRITICAL)  # this process produces to the broker that is full, too
     with SmallDisk(folder / "disk", _SIZE_MB) as disk:
         (folder / "rewards.py").write_text(_REWARDS)

@@ -29,6 +29,7 @@ from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.lineage.store import LineageStore, LineageTaken
 from headrace_trainer.settings import TrainerSettings
+from tests.attack.program import attack
 from tests.simulation import services
 from tests.support import tiny_model
 from tests.support.processes import wait_until
@@ -37,7 +38,6 @@ from tests.support.service_process import ServiceProcess
 from tests.system.program import Line, at_most, none_of
 from tests.unit.trainer.world import experience
 
-TITLE = "two trainers of one lineage"
 OVERLAPS = 1000
 _AT_ONCE = 16
 _LATENCY_S = 0.002
@@ -50,7 +50,8 @@ _START_S = 300.0
 _MODEL = "m"
 
 
-async def attack(folder: Path, rng: random.Random) -> list[Line]:
+@attack("two trainers of one lineage")
+async def lineage_owners(folder: Path, rng: random.Random) -> list[Line]:
     overlaps = await asyncio.to_thread(_overlaps, folder / "overlaps", rng)
     return [*overlaps, *await asyncio.to_thread(_processes, folder)]
 

@@ -27,6 +27,7 @@ from headrace.topics import Range, connected
 from headrace_schemas import Experience
 from tests.attack import neighbour_rewards
 from tests.attack.neighbour_load import GARBLE, KINDS, TENANT
+from tests.attack.program import attack
 from tests.attack.stacks import MODEL, Serving, beside, block_s, serving
 from tests.support import fake_llm, tiny_model
 from tests.support.fake_llm import Call, FakeLLM, Reply
@@ -34,8 +35,6 @@ from tests.support.processes import wait_until
 from tests.support.service_process import ServiceProcess
 from tests.system.program import Line, at_most, none_of
 
-TITLE = "another tenant keeps its pace beside each attack, and no loop is blocked"
-TIMEOUT_S = 3600.0
 RATIO_MAX = 2.0
 BLOCK_S_MAX = 0.1
 CALLS = 200
@@ -158,7 +157,8 @@ class Measured:
         return self.ratio <= RATIO_MAX and max(self.blocks.values()) <= BLOCK_S_MAX
 
 
-async def attack(folder: Path, rng: random.Random) -> list[Line]:
+@attack("another tenant keeps its pace beside each attack, and no loop is blocked", timeout_s=3600.0)
+async def neighbours(folder: Path, rng: random.Random) -> list[Line]:
     lines: list[Line] = []
     async with _stack(folder) as stack:
         async with beside(stack.innocent.work(stack.running.gateway.url)):

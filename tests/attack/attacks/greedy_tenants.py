@@ -1,4 +1,4 @@
-"""Feedback requests that become many events: the bytes that they add to the bus, and their effect on another tenant."""
+"""Tenants that take more than their share: one request that becomes many events, and unlimited load."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ import contextlib
 import hashlib
 import json
 import random
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import aiohttp
 import httpx2
 from aiokafka import ConsumerRecord
 
 from headrace_runtime.settings.sections import BusSettings
+from tests.attack.program import attack
+from tests.attack.stacks import MODEL, Serving, serving
 from tests.support.hostile_json import SESSIONS, feedback_body
 from tests.support.servers import BrokerProcess
 from tests.support.service_process import GatewayProcess, read_topic
-from tests.system.program import Line, at_most
+from tests.system.program import Line, at_most, none_of
 
-TITLE = "one request becomes many events"
 _SPOOL_BYTES_MAX = 2_000_000
 _WINDOW_S = 5.0
 _WINDOWS = 6
@@ -32,7 +35,9 @@ _FILL_MAX = 400
 _JSON = {"content-type": "application/json"}
 
 
-async def attack(folder: Path, rng: random.Random) -> list[Line]:
+@attack("one request becomes many events")
+async def amplification(folder: Path, rng: random.Random) -> list[Line]:
+    """Send feedback requests that become many events; measure the bytes on the bus and the effect on another tenant."""
     broker = BrokerProcess(folder / "bus")
     broker.start()
     gateway = GatewayProcess(folder / "gateway", broker.address, **_settings(folder))
@@ -169,10 +174,6 @@ async def _waits(victim: httpx2.AsyncClient) -> list[float]:
     return waits
 
 
-def _p99(waits: list[float]) -> float:
-    return sorted(waits)[int(len(waits) * 0.99)]
-
-
 async def _without_a_bus(spool: Path, hostile: httpx2.AsyncClient, victim: httpx2.AsyncClient) -> list[Line]:
     """Send feedback with the hostile key until it is refused, and check that the other tenant is still served."""
     await hostile.post("/v1/feedback", json=feedback_body("hostile"))
@@ -201,3 +202,122 @@ async def _without_a_bus(spool: Path, hostile: httpx2.AsyncClient, victim: httpx
 
 def _files(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
+
+
+CALLS = 60
+"""Number of the ordinary tenant's sequential calls under each load, and of its calls without load."""
+_ROUNDS = 4
+"""Number of rounds. Rounds without and with load alternate, so that both suffer equally from a busy machine."""
+TOKENS = 16
+RATIO_MAX = 2.0
+_CONNECTIONS = 24
+_PLAYS = 200
+_SETTLE_S = 3.0
+_KINDS = {
+    "choices": f"n = 16 on {_CONNECTIONS} connections",
+    "prompts": f"prompts of 1,500 tokens on {_CONNECTIONS} connections",
+    "feedback": "a flood of feedback on 64 connections",
+    "plays": f"an evaluation of {_PLAYS} plays, all at once",
+}
+
+
+@attack("a tenant that asks for all that it can leaves another tenant its pace")
+async def greedy_tenant(folder: Path, rng: random.Random) -> list[Line]:
+    """Measure the ordinary tenant's calls without load and under each kind of load, in alternating rounds.
+
+    `python -m tests.attack.attacks.greedy_tenants URL KIND SEED` sends one kind of load until it is killed.
+    """
+    lines: list[Line] = []
+    failed = calls = 0
+    async with serving(folder, tenants=("modest", "greedy")) as running, aiohttp.ClientSession() as http:
+        await _calls(running, http, rng, [])  # the first calls pay for what all later ones use
+        for kind, words in _KINDS.items():
+            alone_s, beside_s = list[float](), list[float]()
+            for _ in range(_ROUNDS):
+                failed += await _calls(running, http, rng, alone_s)
+                async with _load(running.gateway.url, kind, rng):
+                    await asyncio.sleep(_SETTLE_S)
+                    failed += await _calls(running, http, rng, beside_s)
+            calls += 2 * CALLS
+            ratio = _p99(beside_s) / _p99(alone_s)
+            tail = f"p99 {_ms(_p99(alone_s))} to {_ms(_p99(beside_s))} ms"
+            figures = f"{tail}, median {_ms(_p50(alone_s))} to {_ms(_p50(beside_s))} ms"
+            print(f"    {kind}: {figures}", flush=True)
+            lines.append(at_most(f"{words}: the other tenant's p99 grows", round(ratio, 2), RATIO_MAX, "x"))
+    return [*lines, none_of("calls of the other tenant that failed", failed, calls)]
+
+
+async def _calls(running: Serving, http: aiohttp.ClientSession, rng: random.Random, seconds: list[float]) -> int:
+    """Make the calls of one round, append the seconds of each to `seconds`, and return how many failed."""
+    failed = 0
+    for _ in range(CALLS // _ROUNDS):
+        body = _chat(rng, 40, max_tokens=TOKENS)
+        began = time.perf_counter()
+        headers = {"authorization": "Bearer modest"}
+        async with http.post(f"{running.gateway.url}/v1/chat/completions", json=body, headers=headers) as answer:
+            await answer.read()
+            failed += answer.status != 200
+        seconds.append(time.perf_counter() - began)
+        await asyncio.sleep(0.02)
+    return failed
+
+
+def _chat(rng: random.Random, length: int, **fields: object) -> dict[str, object]:
+    text = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz 0123456789", k=length))
+    return {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
+
+
+@contextlib.asynccontextmanager
+async def _load(url: str, kind: str, rng: random.Random) -> AsyncIterator[None]:
+    command = (sys.executable, "-m", __name__, url, kind, str(rng.randrange(2**32)))
+    process = await asyncio.create_subprocess_exec(*command)
+    try:
+        yield
+        assert process.returncode is None, "the load ended early"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def _ask_for_all(url: str, kind: str, rng: random.Random) -> None:
+    """Send one kind of load: each connection sends its next request as soon as the previous one is answered."""
+    headers = {"authorization": "Bearer greedy"}
+    if kind == "plays":
+        headers["x-headrace-purpose"] = "eval"
+    connections = {"feedback": 64, "plays": _PLAYS}.get(kind, _CONNECTIONS)
+    connector = aiohttp.TCPConnector(limit=0)
+
+    async def connection(number: int) -> None:
+        turn = 0
+        while True:
+            turn += 1
+            path, body = "/v1/chat/completions", _chat(rng, 40, max_tokens=64)
+            if kind == "choices":
+                body |= {"n": 16}
+            elif kind == "prompts":
+                body = _chat(rng, 1500, max_tokens=4)
+            elif kind == "feedback":
+                path, body = "/v1/feedback", {"session_id": f"{number}-{turn}", "value": 1}
+            with contextlib.suppress(aiohttp.ClientError):
+                async with http.post(url + path, json=body, headers={**headers, "x-session-id": str(number)}) as answer:
+                    await answer.read()
+
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
+        await asyncio.gather(*map(connection, range(connections)))
+
+
+def _p99(seconds: list[float]) -> float:
+    return sorted(seconds)[max(0, round(0.99 * len(seconds)) - 1)]
+
+
+def _p50(seconds: list[float]) -> float:
+    return statistics.median(seconds)
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 1)
+
+
+if __name__ == "__main__":
+    asyncio.run(_ask_for_all(sys.argv[1], sys.argv[2], random.Random(int(sys.argv[3]))))
