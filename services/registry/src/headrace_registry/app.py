@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from headrace_registry.control.model_controller import ModelController
 from headrace_registry.control.rollout_reports import ReportWriter
@@ -45,7 +46,8 @@ oldest are deleted. Charts need matplotlib."""
 
 log = get_logger(__name__)
 _PRUNE_INTERVAL_S = 60.0
-_STORAGE_LIMIT_INTERVAL_S = 30.0
+_STORAGE_LIMIT_INTERVAL_S = 5.0
+"""Seconds between two checks without a new version: a decision may end the need of one."""
 
 
 async def run(common: Common, settings: RegistrySettings) -> None:
@@ -79,6 +81,7 @@ class _Registry:
         self._replicas = TopicTable(Replica, common.bus, client_id, blobs, refuse, self._replica_changed, accepts)
         self._routings = TopicTable(Routing, common.bus, "headrace-registry-routing", blobs, refuse)
         self._versions_seen: dict[str, object] = {}
+        self._storage_changed = asyncio.Event()
         sampler = PromptSampler(self._lease, settings.rollout)
         turns = TurnHandler(self._lease, EVENTS_PER_UNIT_MAX, sampler)
         self._processor = Processor(
@@ -95,7 +98,7 @@ class _Registry:
             clock=clock,
             limits=ProcessorLimits(retry_s=settings.retry_s, refusals=common.dead_letters.bounds),
         )
-        self._reader = CheckpointReader(self._processor, database, common.bus, self._wake)
+        self._reader = CheckpointReader(self._processor, database, common.bus, self._registered)
         self._traffic_reader = TrafficReader(self._processor, self._lease, common.bus, self._wake)
         answers = None
         if settings.rollout.shadow.tenants:
@@ -155,6 +158,10 @@ class _Registry:
     def _wake(self) -> None:
         self._model_controller.wake.set()
 
+    def _registered(self) -> None:
+        self._storage_changed.set()
+        self._wake()
+
     def _follow_traffic(self, enabled: bool) -> bool:
         if enabled:
             self._traffic_reader.enabled.set()
@@ -183,7 +190,9 @@ class _Registry:
 
     async def _keep_storage_limit(self) -> None:
         while True:
-            await asyncio.sleep(_STORAGE_LIMIT_INTERVAL_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._storage_changed.wait(), _STORAGE_LIMIT_INTERVAL_S)
+            self._storage_changed.clear()
             await self._isolated.run("storage limit", self._keep_limit, None)
 
     async def _keep_limit(self) -> None:

@@ -116,8 +116,9 @@ class RegistrySettings(ServiceSettings):
     retired_for_s: Annotated[float, Field(ge=0)] = 3600.0
     """Seconds that a version must have been retired before its files may be collected."""
     versions_bytes_max: Annotated[int, Field(ge=1)] | None = None
-    """Bytes that the files of all versions may take. Beyond it the registry retires and removes trained versions that
-    are not needed: first versions that never served, the oldest first. Manifests, labelled versions and two former
-    champions of each model stay. Without a value: 2 GiB, or five times the largest version if that is more."""
+    """Bytes that the files of all versions and the next one may take. Beyond it the registry retires and removes
+    trained versions that are not needed: first versions that never served, the oldest first. Manifests, labelled
+    versions and the previous champion stay. Without a value: 2 GiB, or five times the largest version if that is
+    more."""
     retry_s: Positive = 60.0
     """Seconds that bus or database may be away before the process gives up and is restarted."""

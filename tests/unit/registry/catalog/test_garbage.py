@@ -7,6 +7,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -262,12 +263,12 @@ async def test_storage_limit_removes_versions_but_keeps_rollback_targets(bench: 
     names = await bench.rig.promote_in_turn(0, 1, 2, 3, 4, 5)
     save_lineage(bench.rig.blobs, "main", names[0], names[5])
     assert await bounded(bench, 1 << 20) == ()
-    assert await bounded(bench, 1) == (names[1], names[2])
-    assert [file_exists(bench, f"weights {n}") for n in range(6)] == [True, False, False, True, True, True]
+    assert await bounded(bench, 1) == (names[1], names[2], names[3])
+    assert [file_exists(bench, f"weights {n}") for n in range(6)] == [True, False, False, False, True, True]
     assert await bounded(bench, 1) == (), "the rest is needed"
     await collect(bench)
     entries = (await bench.get("audit")).json()["data"]
-    assert [(entry["action"], entry["version"]) for entry in entries] == [("collect", name) for name in names[2:0:-1]]
+    assert [(entry["action"], entry["version"]) for entry in entries] == [("collect", name) for name in names[3:0:-1]]
     assert "registry.versions_bytes_max" in entries[0]["why"]
 
 
@@ -301,10 +302,33 @@ async def test_an_error_in_the_storage_limit_does_not_end_the_registry(monkeypat
             raise AssertionError("a state that nobody expected")
 
     monkeypatch.setattr(app, "_STORAGE_LIMIT_INTERVAL_S", 0.0)
-    registry = object.__new__(app._Registry)
-    registry._isolated, registry._garbage = ItemIsolation("registry"), Failing()  # type: ignore[assignment]
+    registry = _registry_with(Failing())
     with pytest.raises(asyncio.CancelledError):
         await registry._keep_storage_limit()
+
+
+def _registry_with(garbage: object) -> app._Registry:
+    registry = object.__new__(app._Registry)
+    registry._isolated, registry._storage_changed = ItemIsolation("registry"), asyncio.Event()
+    registry._garbage = garbage  # type: ignore[assignment]
+    registry._model_controller = SimpleNamespace(wake=asyncio.Event())  # type: ignore[assignment]
+    return registry
+
+
+async def test_storage_limit_is_checked_when_a_version_is_registered() -> None:
+    """However fast a trainer is, the files that are not needed are removed before its next version."""
+    checked = asyncio.Event()
+
+    class Garbage:
+        async def keep_limit(self) -> None:
+            checked.set()
+
+    registry = _registry_with(Garbage())
+    loop = asyncio.create_task(registry._keep_storage_limit())
+    registry._registered()
+    await asyncio.wait_for(checked.wait(), 2.0)
+    assert registry._model_controller.wake.is_set()
+    loop.cancel()
 
 
 async def test_storage_limit_removes_nothing_when_a_lineage_cannot_be_read(bench: CatalogBench) -> None:
@@ -314,6 +338,16 @@ async def test_storage_limit_removes_nothing_when_a_lineage_cannot_be_read(bench
     with pytest.raises(Refused, match="lineage main cannot be read"):
         await bounded(bench, 1)
     assert all(file_exists(bench, f"weights {n}") for n in range(len(names)))
+
+
+def test_storage_limit_counts_the_room_of_the_next_version() -> None:
+    records = [
+        _record(n, state) for n, state in enumerate(["promoted", "rejected", "promoted", "promoted", "promoted"])
+    ]
+    blobs = {record.version: {"tokenizer": 1, f"weights {record.number}": 10} for record in records}
+    assert plan.versions_over_limit(records, blobs, {"m@0"}, 51 + 11) == ()
+    assert plan.versions_over_limit(records, blobs, {"m@0"}, 51 + 10) == ("m@1",)
+    assert plan.versions_over_limit(records, blobs, {"m@0"}, 51) == ("m@1", "m@2")
 
 
 def _record(number: int, state: str, **fields: object) -> VersionRecord:
@@ -348,7 +382,9 @@ def test_storage_limit_holds_or_only_needed_versions_are_left(seed: int) -> None
     )
     free = {record.version for record in left if record.trained and not record.label} - {*needed, *champions}
     free -= {record.version for record in left if record.state in ("registered", "probing")}
-    assert total <= bytes_max or not free, f"seed {seed}"
+    newest = [record for record in records if record.trained][-1:]
+    next_bytes = sum(sum(blobs[record.version].values()) for record in newest)
+    assert total + next_bytes <= bytes_max or not free, f"seed {seed}"
     order = [
         (record.state == "promoted", record.number) for name in chosen for record in records if record.version == name
     ]

@@ -116,7 +116,7 @@ class GarbageCollector:
                 needed |= lineage
             chosen = storage_limit.versions_over_limit(present, blobs, needed, bytes_max)
             reason = (
-                f"the files of all versions take more than {bytes_max} bytes; set registry.versions_bytes_max higher"
+                f"all versions and the next take more than {bytes_max} bytes; set registry.versions_bytes_max higher"
             )
             act = audit.AuditedAction(audit.Requester("registry", "registry"), "collect", None, reason)
             retired = [version for version in chosen if await self._retire(version)]

@@ -80,7 +80,7 @@ def _collectable(version: Manifest, used: Set[str]) -> CollectableVersion:
     return CollectableVersion(version.version, tuple(removable.values()))
 
 
-ROLLBACK_TARGETS = 2
+ROLLBACK_TARGETS = 1
 """Number of former champions of each model that are not deleted, in addition to needed versions."""
 _DECIDED = ("rejected", "skipped", "withdrawn", "held", "promoted")
 _BYTES_MIN, _OF_SIZE = 2 << 30, 5
@@ -98,7 +98,8 @@ def default_limit(blobs: Mapping[str, Blobs]) -> int:
 def versions_over_limit(
     versions: Sequence[VersionRecord], blobs: Mapping[str, Blobs], needed: Set[str], bytes_max: int
 ) -> tuple[str, ...]:
-    """Choose versions to delete, so that the remaining files take at most `bytes_max` bytes if possible.
+    """Choose versions to delete, so that the remaining files and a next version, as large as the newest trained one,
+    take at most `bytes_max` bytes if possible.
 
     Versions that never served are chosen first, then former champions, the oldest of each first. Versions that a user
     has registered or labelled stay, and so do versions that still wait for a decision.
@@ -110,7 +111,8 @@ def versions_over_limit(
         bytes_max: bytes that distinct files may take.
     """
     users = Counter(digest for version in versions for digest in blobs[version.version])
-    total = sum({digest: size for files in blobs.values() for digest, size in files.items()}.values())
+    next_bytes = next((sum(blobs[version.version].values()) for version in reversed(versions) if version.trained), 0)
+    total = sum({digest: size for files in blobs.values() for digest, size in files.items()}.values()) + next_bytes
     keep = needed | _rollback_targets(versions)
     chosen: list[str] = []
     for version in sorted(versions, key=lambda version: (version.state == "promoted", version.number)):
