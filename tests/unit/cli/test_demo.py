@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
 import subprocess
 import sys
+from dataclasses import replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +24,7 @@ from rich.console import Console
 from headrace.errors import UsageError
 from headrace_cli.commands import demo as command
 from headrace_cli.demo import console_reporter, demo_run, recipe, runner
-from headrace_cli.demo.console_reporter import Watch
+from headrace_cli.demo.console_reporter import VersionAudit, Watch
 from headrace_cli.demo.demo_run import DemoRun, Options, StackAddress
 from headrace_cli.demo.report import Report
 from headrace_cli.terminal import ProgressDisplay
@@ -151,6 +154,42 @@ async def test_a_last_version_that_is_not_measured_is_named(played: DemoRun) -> 
         await played._wait_last_audit()
 
 
+@pytest.mark.parametrize(("enough_gain", "measured"), [(0.5, ["m@0", "m@2"]), (0.1, ["m@0", "m@1"])])
+async def test_the_last_version_has_all_tasks_unless_the_goal_was_reached_earlier(
+    monkeypatch: pytest.MonkeyPatch, played: DemoRun, enough_gain: float, measured: list[str]
+) -> None:
+    versions: list[str] = []
+    audits = {name: VersionAudit(name, score, datetime.now(UTC)) for name, score in (("m@0", 0.4), ("m@1", 0.6))}
+
+    async def ready(*_: object) -> None: ...
+
+    async def measure(_run: DemoRun, version: str) -> str:
+        versions.append(version)
+        return version
+
+    async def work(run: DemoRun, *_: object) -> dict[str, int]:
+        run.watch.champions.append("m@1")
+        return {"requests": 1, "failed_requests": 0}
+
+    async def settle(_wait: object, watch: Watch, _timeout_s: float) -> None:
+        watch.champions.append("m@2")
+
+    for name, replacement in (("_wait_first_version", ready), ("_wait_last_audit", ready), ("_measure", measure)):
+        monkeypatch.setattr(DemoRun, name, replacement)
+    monkeypatch.setattr(DemoRun, "_run_agent", work)
+    monkeypatch.setattr(demo_run.TrainingWait, "until_settled", settle)
+    goal = recipe.Goal(traffic_s_max=1.0, enough_gain=enough_gain, gain_min=0.0, swaps_min=1)
+    run: Any = replace(
+        played,
+        recipe=SimpleNamespace(model="m"),  # type: ignore[arg-type]
+        options=SimpleNamespace(goal=goal),  # type: ignore[arg-type]
+        reporter=console_reporter.ConsoleReporter(Console(file=io.StringIO())),
+        watch=Watch("127.0.0.1:1", "m", scores=audits, champions=["m@0"]),
+    )
+    await run.run_with_gate()
+    assert versions == measured
+
+
 FOLDER = Path(__file__).parents[3] / "examples" / "email_agent"
 
 
@@ -212,6 +251,25 @@ def test_end_names_three_commands_with_the_path_of_the_program(
     assert len(commands) == 3
     assert all("'/opt/my env/bin/headrace' " in line for line in commands)
     assert commands[0].startswith(f"  PYTHONPATH={FOLDER.parent} ")
+
+
+def test_end_in_a_container_names_commands_of_the_host(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe_file = (FOLDER.parents[1] / "deploy/all.Dockerfile").read_text(encoding="utf-8")
+    (run,) = re.findall(rf'{command.CONTAINER}="([^"]+)"', recipe_file)
+    (workdir,) = re.findall(r"(?m)^WORKDIR (/srv\S+)", recipe_file)
+    assert f"-v headrace-demo:{workdir}/{command.DATA_DIR.parent}" in run
+    assert f" {workdir}/{command.DATA_DIR.parent} " in recipe_file, "the image's user owns the folder of the volume"
+    assert f"\n{run} headrace demo" in (FOLDER.parents[1] / "deploy/README.md").read_text(encoding="utf-8")
+    monkeypatch.setenv(command.CONTAINER, run)
+    demo_recipe = recipe.read(FOLDER)
+    command._print_next(demo_recipe, Options(0, demo_recipe.goal, command.DATA_DIR, Path(), Path(), {}))
+    serve, *others = [line[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    assert serve.startswith(
+        f"{run} --network host -e PYTHONPATH={FOLDER.parent} headrace up --data-dir .headrace/demo "
+    )
+    assert all(line.startswith(f"{run} headrace ") for line in others)
 
 
 def test_without_the_demo_distribution_the_checkout_is_used_or_the_extra_is_named(
