@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from dataclasses import replace
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 
 DATA_DIR = Path(".headrace/demo")
 """Data directory of the last demo."""
+CONTAINER = "CONTAINER_RUN"
+"""Environment variable of deploy/all.Dockerfile: the options with which a user runs its image on the same data."""
+_IMAGE = "headrace"
+"""Tag of the image, as deploy/README.md builds it."""
 
 
 def demo(
@@ -143,11 +148,16 @@ async def _wait_for_interrupt() -> None:
 
 def _print_next(recipe: Recipe, options: Options) -> None:
     """Print three commands with which the user can continue after the demo."""
-    program = shlex.quote(sys.argv[0])
     data_dir, config = shlex.quote(str(options.data_dir)), shlex.quote(str(recipe.folder / recipe.config))
-    serve = f"PYTHONPATH={shlex.quote(str(recipe.folder.parent))} {program} up --data-dir {data_dir} --config {config}"
+    variable = f"PYTHONPATH={shlex.quote(str(recipe.folder.parent))}"
+    program = shlex.quote(sys.argv[0])
+    serve = f"{variable} {program}"
+    if container := os.environ.get(CONTAINER):  # the user's shell is outside
+        program, serve = f"{container} {_IMAGE}", f"{container} --network host -e {variable} {_IMAGE}"
     commands = {
-        "serve what the agent has learned, until Ctrl-C": f"{serve} --auto-ports",
+        "serve what the agent has learned, until Ctrl-C": (
+            f"{serve} up --data-dir {data_dir} --config {config} --auto-ports"
+        ),
         "see what the trainer did": f"{program} logs trainer --data-dir {data_dir}",
         "list the settings for an agent of your own": f"{program} config reference --tier common",
     }
