@@ -19,8 +19,8 @@ from pathlib import Path
 
 import aiohttp
 
-from benchmarks import _live_stack
-from benchmarks._live_stack import Line, live_stack, print_now, report
+from benchmarks import _run_processes
+from benchmarks._run_processes import Line, live_stack, print_now, report
 from headrace.registry import ModelRegistry
 from headrace.rollouts import Rollouts
 from headrace_cli.commands.rollouts import status_line
@@ -102,7 +102,7 @@ class LiveRollouts:
             base = self._folder / "base"
             if not base.exists():
                 tiny_model.build(base)
-            folder = _live_stack.build(base, self._folder / f"version-{step}", right=right, seed=step)
+            folder = _run_processes.build(base, self._folder / f"version-{step}", right=right, seed=step)
             served = tiny_model.publish(self._blobs, folder, name=MODEL, step=step, parent=parent)
             about = {"model": MODEL, "version": served.version, "lineage": "test", "step": step, "parent": parent}
             return Checkpoint.model_validate({"time": utcnow(), "manifest": served.manifest, **about})
@@ -177,7 +177,7 @@ class LiveRollouts:
         answers = [choice["message"]["content"] or "" for choice in completion["choices"]]
         verdict = {
             "session_id": name,
-            "value": sum(answer.strip().startswith(_live_stack.YES) for answer in answers) / len(answers),
+            "value": sum(answer.strip().startswith(_run_processes.YES) for answer in answers) / len(answers),
             "ends_session": True,
         }
         async with http.post(f"{self.gateway}/v1/feedback", json=verdict) as response:

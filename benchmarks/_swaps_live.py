@@ -23,8 +23,8 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 
-from benchmarks import _live_stack
-from benchmarks._live_stack import Line, live_stack, print_now, report
+from benchmarks import _run_processes
+from benchmarks._run_processes import Line, live_stack, print_now, report
 from headrace.registry import ModelRegistry
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.storage.blobs import BlobStore
@@ -44,7 +44,7 @@ _STEADY_S = 10.0
 _SWAP_S_MAX = 120.0
 _LOOK_S = 0.02
 _CERTAIN = 1.0 - 1e-9
-LETTERS = (_live_stack.YES, _live_stack.NO)
+LETTERS = (_run_processes.YES, _run_processes.NO)
 SETTINGS: dict[str, object] = {
     "inference.torch.device": "cpu",
     "inference.ttl_s": 20,
@@ -170,8 +170,8 @@ class SwapStack:
         stored: list[StoredVersion] = []
         for step in range(count):
             letter = LETTERS[step % 2]
-            right = _CERTAIN if letter == _live_stack.YES else 1.0 - _CERTAIN
-            folder = _live_stack.build(base, self._folder / "version", right=right, seed=step)
+            right = _CERTAIN if letter == _run_processes.YES else 1.0 - _CERTAIN
+            folder = _run_processes.build(base, self._folder / "version", right=right, seed=step)
             parent = stored[-1].event.version if stored else None
             served = tiny_model.publish(blobs, folder, name=MODEL, step=step, parent=parent)
             about = {"model": MODEL, "version": served.version, "lineage": "test", "step": step, "parent": parent}

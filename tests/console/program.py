@@ -14,14 +14,14 @@ from PIL import Image
 
 from headrace_operations.supervisor import read
 from headrace_schemas.http.stack_access import make_login_token
-from tests.console import causes, kills, memory_stack, walk
+from tests.console import causes, kills, stack, walk
 from tests.support import presence, tiny_model
 from tests.system.program import Line, Program, Run, at_most
 
 PARTS: dict[str, Callable[[Path, Path], Iterator[Line]]] = {
     "browser": walk.lines,
-    "pairs": memory_stack.pair_lines,
-    "hostile": memory_stack.hostile_lines,
+    "pairs": stack.pair_lines,
+    "hostile": stack.hostile_lines,
     "causes": causes.lines,
     "kills": kills.lines,
 }

@@ -26,6 +26,7 @@ from tests.docs.fences import (
     PARSED,
     ROOT,
     Fence,
+    Folder,
     all_fences,
     check,
     executed,
@@ -35,7 +36,6 @@ from tests.docs.fences import (
     problem,
     tutorials,
 )
-from tests.docs.stack import Folder
 
 _HEADRACE = re.compile(r"^\$ headrace (.*)$", re.MULTILINE)
 _MAKE = re.compile(r"^make ([a-z-]+)", re.MULTILINE)

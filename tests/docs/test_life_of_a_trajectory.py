@@ -16,8 +16,7 @@ import yaml
 
 from headrace_schemas import EVENTS, Checkpoint, Event, Experience, Reward, RewardPart, Trajectory, Turn
 from headrace_schemas.values.blobs import BlobRef
-from tests.docs.fences import ROOT
-from tests.docs.stack import FOLLOWED, Log, Missing, follow
+from tests.docs.fences import FOLLOWED, ROOT, Log, Missing, follow
 from tests.support.turns import START, ask, closed, feedback, report, user, verdict
 
 PAGE = ROOT / "docs" / "life-of-a-trajectory.md"

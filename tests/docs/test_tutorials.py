@@ -24,8 +24,22 @@ import pytest
 
 from headrace import Client
 from headrace_schemas import Turn
-from tests.docs.fences import ROOT, Fence, executed, fences, tutorials
-from tests.docs.stack import BATCH, FOLLOWED, MODEL, Missing, Stack, Trail, follow, read, running
+from tests.docs.fences import (
+    BATCH,
+    FOLLOWED,
+    MODEL,
+    ROOT,
+    Fence,
+    Missing,
+    Stack,
+    Trail,
+    executed,
+    fences,
+    follow,
+    read,
+    running,
+    tutorials,
+)
 from tests.support import tiny_model
 from tests.support.processes import free_port, wait_until
 from tests.support.service_process import run_of

@@ -1,8 +1,9 @@
 """Mutation tests: mutants of the core modules, with one changed line each, that the unit tests have to detect.
 
-Planted faults come first, then cosmic-ray's mutants, two at a time; verdicts of earlier runs are cached. A line fails
-when less than 95 % of the mutants were killed, a planted fault or an unlisted mutant survives, a listed survivor is
-stale, or mutants remain untried.
+`modules.toml` lists the modules with their tests, `survivors.toml` the mutants that may survive, and `planted.toml`
+faults that were written by hand. Planted faults come first, then cosmic-ray's mutants, two at a time; verdicts of
+earlier runs are cached. A line fails when less than 95 % of the mutants were killed, a planted fault or an unlisted
+mutant survives, a listed survivor is stale, or mutants remain untried.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import subprocess
 import threading
 import time
+import tomllib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,11 +22,136 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, Queue
 
+from pydantic import BaseModel, ConfigDict
+
 from headrace_cli.terminal import ProgressDisplay
-from tests.mutants import library
-from tests.mutants.library import Change, Group, planted
-from tests.mutants.trial import Mutant, Target, Verdict, VerdictCache, served
+from tests.mutants.trial import ROOT, Mutant, Target, Verdict, VerdictCache, served
 from tests.system.program import Program, Run, at_least, at_most, no_problems
+
+HERE = Path(__file__).parent
+GENERATOR = ROOT / ".venv-mutants" / "bin" / "python"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Group(_Strict):
+    """Modules of a package whose mutants are tried with the same tests."""
+
+    package: str
+    modules: tuple[str, ...]
+    tests: tuple[str, ...]
+
+    @property
+    def files(self) -> list[str]:
+        return [f"{self.package}/{module}" for module in self.modules]
+
+
+class Survivor(_Strict):
+    """A mutant that may survive, and the reason."""
+
+    file: str
+    original: str
+    mutated: str
+    reason: str
+
+
+class _Groups(_Strict):
+    group: tuple[Group, ...]
+
+
+class _Survivors(_Strict):
+    survivor: tuple[Survivor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One line that a mutant changes, without the content of the whole file."""
+
+    file: str
+    line: int
+    operator: str
+    original: str
+    mutated: str
+
+    @property
+    def lines(self) -> tuple[str, str, str]:
+        """Key of a mutant in the list of survivors.
+
+        The line number is left out, because it changes with other edits.
+        """
+        return self.file, self.original, self.mutated
+
+
+def groups() -> tuple[Group, ...]:
+    return _Groups.model_validate(_toml("modules.toml")).group
+
+
+def survivors() -> tuple[Survivor, ...]:
+    return _Survivors.model_validate(_toml("survivors.toml")).survivor
+
+
+def written(chosen: Sequence[Group]) -> list[tuple[Change, Mutant]]:
+    """Return every mutant of the modules of `chosen`, as cosmic-ray generates them."""
+    if not GENERATOR.exists():
+        raise SystemExit(f"{GENERATOR} is not there; `make check NAME=mutants` makes it")
+    tests = {file: group.tests for group in chosen for file in group.files}
+    command = [GENERATOR, HERE / "generate.py"]
+    process = subprocess.run(command, input="\n".join(tests), text=True, stdout=subprocess.PIPE, check=True, cwd=ROOT)
+    pairs = []
+    for entry in map(json.loads, process.stdout.splitlines()):
+        text = entry.pop("text")
+        change = Change(**entry)
+        name = f"{change.file}:{change.line}: {change.original} -> {change.mutated}"
+        pairs.append((change, Mutant(name, change.file, text, tests[change.file])))
+    return pairs
+
+
+def _toml(name: str) -> dict[str, object]:
+    return tomllib.loads((HERE / name).read_text(encoding="utf-8"))
+
+
+TABLE = Path(__file__).with_name("planted.toml")
+
+
+class Planted(BaseModel):
+    """One fault that was written by hand."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    file: str
+    original: str
+    mutated: str
+    tests: tuple[str, ...]
+
+    @property
+    def stale(self) -> str | None:
+        """Reason why the fault can no longer be planted, or None."""
+        path = ROOT / self.file
+        if not path.exists():
+            return f"{self.name}: {self.file} is not there; name the file where it is now"
+        count = path.read_text(encoding="utf-8").count(self.original)
+        if count != 1:
+            return f"{self.name}: {self.original!r} stands {count} times in {self.file}, and once is needed"
+        missing = [test for test in self.tests if not (ROOT / test).exists()]
+        return f"{self.name}: {missing[0]} is not there" if missing else None
+
+    def mutant(self) -> Mutant:
+        text = (ROOT / self.file).read_text(encoding="utf-8").replace(self.original, self.mutated)
+        return Mutant(f"planted: {self.name}", self.file, text, self.tests)
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    planted: tuple[Planted, ...]
+
+
+def planted() -> tuple[Planted, ...]:
+    return _Table.model_validate(tomllib.loads(TABLE.read_text(encoding="utf-8"))).planted
+
 
 SHARE_MIN = 0.95
 
@@ -44,13 +172,12 @@ class Trials:
 
 def play(run: Run) -> None:
     arguments = run.options
-    listed = {(item.file, item.original, item.mutated) for item in library.survivors()}
+    listed = {(item.file, item.original, item.mutated) for item in survivors()}
     faults = planted()
     stale = [problem for fault in faults if (problem := fault.stale)]
     by_hand = [fault.mutant() for fault in faults if not fault.stale]
-    groups = _named(library.groups(), arguments.only)
-    written = [] if arguments.planted else library.written(groups)
-    changes = {mutant: change for change, mutant in written}
+    chosen = _named(groups(), arguments.only)
+    changes = {mutant: change for change, mutant in ([] if arguments.planted else written(chosen))}
     mutants = [*by_hand, *changes] if not arguments.only else [*changes]
     if arguments.again:
         lived = json.loads(arguments.again.read_text(encoding="utf-8"))["survived"]

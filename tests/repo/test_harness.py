@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import library
-from tests.mutants.library import Planted, planted
-from tests.mutants.program import Waiting
+from tests.mutants import program
+from tests.mutants.program import Planted, Waiting, planted
 from tests.mutants.trial import ROOT, CoveringTests, Mutant, split, try_mutant
 from tests.support import presence, processes
 from tests.support.processes import alive, naming, wait_until
@@ -131,10 +130,10 @@ def test_each_fault_can_still_be_planted(fault: Planted) -> None:
 
 
 def test_every_module_and_test_that_is_named_is_there() -> None:
-    for group in library.groups():
+    for group in program.groups():
         missing = [path for path in (*group.files, *group.tests) if not (ROOT / path).exists()]
         assert not missing
-    assert all(survivor.reason for survivor in library.survivors())
+    assert all(survivor.reason for survivor in program.survivors())
 
 
 @pytest.mark.parametrize(("old", "new", "outcome"), [("burst", "burst", "survived"), ("429", "430", "killed")])

@@ -37,7 +37,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Experience, ModelEvent, Turn
 from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
-from tests.support.fake_hub import FakeHub
+from tests.support.packages import FakeHub
 from tests.support.processes import free_port, wait_until
 from tests.support.servers import BrokerProcess
 from tests.support.service_process import HEADRACE, HeadraceUp, run_of

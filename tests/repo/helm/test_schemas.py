@@ -23,6 +23,7 @@ from tests.repo.helm.chart import (
     CHART,
     SECRETS,
     VARIANTS,
+    VERSIONS,
     Container,
     containers,
     helm,
@@ -33,7 +34,6 @@ from tests.repo.helm.chart import (
     text,
     values,
 )
-from tests.repo.helm.schemas import VERSIONS
 
 SECOND = '{"model": "m", "lineage": "l", "base": "/m", "logs": {}, "resources": {}}'
 each_variant = pytest.mark.parametrize("variant", VARIANTS)

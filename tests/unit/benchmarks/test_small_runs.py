@@ -20,12 +20,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks._rollout_adaptive import Ramp, plan_of, play_one
 from benchmarks._rollout_trials import NEVER, play
 from benchmarks._rollout_worlds import World
 from benchmarks._run_processes import Summary
 from benchmarks._shadow_canaries import TASKS, canaries, far, near, sample, shadows
-from benchmarks.rollout import CASES, COVERED_MIN, LOST, NULLS, RATIO_MAX, ROLLED_BACK_MAX, Numbers, failures, of_case
+from benchmarks.rollout import (
+    CASES,
+    COVERED_MIN,
+    LOST,
+    NULLS,
+    RATIO_MAX,
+    ROLLED_BACK_MAX,
+    Numbers,
+    Ramp,
+    failures,
+    of_case,
+    plan_of,
+    play_one,
+)
 from benchmarks.shadow import Numbers as ShadowNumbers
 from benchmarks.shadow import as_pairs, of_canaries, of_estimates
 from benchmarks.shadow import failures as shadow_failures

@@ -16,7 +16,7 @@ import pytest
 
 from headrace_runtime.storage.base_files import ORIGIN_FILE
 from headrace_runtime.storage.base_models import Repository
-from tests.support.fake_hub import FakeHub, HubRepository
+from tests.support.packages import FakeHub, HubRepository
 from tests.support.processes import free_port
 
 NAME = "acme/tiny"
