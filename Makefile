@@ -127,12 +127,12 @@ HELM_VERSION := v3.19.0
 KUBECONFORM_VERSION := v0.7.0
 CRDS := github.com/kedacore/keda/v2@v2.16.1 github.com/prometheus-operator/prometheus-operator@v0.85.0
 
-.venv-helm/installed: $(UV) $(VENV)/installed requirements/helm.lock tests/repo/helm/chart.py
+.venv-helm/installed: $(UV) $(VENV)/installed requirements/helm.lock tests/repo/deployments.py
 	$(PYTHON) -m venv .venv-helm
 	$(call install_lock,.venv-helm,helm)
 	GOBIN=$(CURDIR)/.venv-helm/bin go install helm.sh/helm/v3/cmd/helm@$(HELM_VERSION)
 	GOBIN=$(CURDIR)/.venv-helm/bin go install github.com/yannh/kubeconform/cmd/kubeconform@$(KUBECONFORM_VERSION)
-	$(BIN)/python -m tests.repo.helm.chart .venv-helm $(CRDS)
+	$(BIN)/python -m tests.repo.deployments .venv-helm $(CRDS)
 	@touch $@
 
 # The files that take longest come first, so that all workers end together. Tests start hundreds of Python processes: each would compile its sources again if the environment forbade bytecode files.

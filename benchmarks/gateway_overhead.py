@@ -110,7 +110,7 @@ async def _ways(stack: contextlib.AsyncExitStack, folder: Path) -> Sequence[Way]
     bare = f"http://127.0.0.1:{bare_port}"
     python = sys.executable
     _start(stack, [python, "-m", "tests.support.fake_replica", "replica", str(replica_port), VERSION, "0"], folder)
-    _start(stack, [python, "-m", "benchmarks._bare_proxy", str(bare_port), direct], folder)
+    _start(stack, [python, "-m", "benchmarks._sessions_replica", str(bare_port), direct], folder)
     gateway = (await stack.enter_async_context(_gateways(folder, direct, {})))[0]
     ways = [Way("direct", direct, VERSION), Way("bare proxy", bare, VERSION), Way("gateway", gateway.url, "tiny")]
     if presence.CLIENTS.exists():

@@ -29,7 +29,7 @@ from headrace_cli.demo.console_reporter import ConsoleReporter
 from headrace_cli.demo.demo_run import Options, StackAddress
 from headrace_cli.demo.report import Report
 from headrace_cli.demo.runner import run_on_stack
-from tests.repo.compose_files import EXAMPLE, MAIN, ROOT, Service, env_example, filled, ours, service_of, services
+from tests.repo.deployments import EXAMPLE, MAIN, ROOT, Service, env_example, filled, ours, service_of, services
 from tests.support.processes import free_port
 from tests.system.program import Program, Run, no_problems
 

@@ -11,7 +11,7 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from tests.repo.compose_files import ROOT
+from tests.repo.deployments import ROOT
 
 SETTING = re.compile(rb"^#?[a-z]\w* = ", re.MULTILINE)
 TARGET = re.compile(rb"^[a-z][a-z-]*:.*## ", re.MULTILINE)

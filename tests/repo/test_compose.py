@@ -29,12 +29,12 @@ from headrace_runtime.services import ServiceInfo, installed_services
 from headrace_runtime.settings.sections import Common, ServiceSettings, is_loopback, load
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trinity_learner.configuration import TrinitySettings
-from tests.repo.compose_files import (
+from tests.repo.deployments import COMPOSE_SECRETS as SECRETS
+from tests.repo.deployments import (
     EXAMPLE,
     MAIN,
     OWN_IMAGES,
     ROOT,
-    SECRETS,
     env_example,
     filled,
     image_of,

@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.repo.compose_files import OWN_IMAGES, ROOT, ours, service_of
+from tests.repo.deployments import OWN_IMAGES, ROOT, ours, service_of
 
 FOLDER = ROOT / "deploy" / "requirements"
 DOCKERFILES = sorted((ROOT / "deploy").glob("*Dockerfile"))

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.repo.compose_files import ROOT
+from tests.repo.deployments import ROOT
 
 _EMPTY = """
 found one ones said say says made given gives known told held kept taken asked asks wanted shown own

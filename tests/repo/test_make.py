@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name
 import headrace
 from headrace_runtime.kafka import topics
 from headrace_runtime.services import installed_services
-from tests.repo.compose_files import ROOT
+from tests.repo.deployments import ROOT
 from tests.repo.sizes import sizes, tracked_files
 from tests.repo.test_images import needed
 

@@ -41,7 +41,7 @@ from headrace_scorer.functions.outcomes import CallRequest
 from headrace_scorer.functions.process import FunctionPool
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.trinity_learner.learner import TrinityProcess
-from tests.repo.compose_files import ROOT
+from tests.repo.deployments import ROOT
 from tests.support import tiny_model
 from tests.support.presence import draw_seed
 from tests.support.processes import wait_until

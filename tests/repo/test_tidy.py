@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.repo.compose_files import ROOT
+from tests.repo.deployments import ROOT
 
 LINES = 6
 """So many lines in a row are a block."""

@@ -17,10 +17,10 @@ import pytest
 import yaml
 
 from tests.docs.fences import fences
-from tests.repo.compose_files import ROOT, services
-from tests.repo.helm.chart import (
+from tests.repo.deployments import (
     BIN,
     CHART,
+    ROOT,
     SECRETS,
     VARIANTS,
     VERSIONS,
@@ -30,6 +30,7 @@ from tests.repo.helm.chart import (
     kubeconform,
     objects,
     of_kind,
+    services,
     template,
     text,
     values,

@@ -24,8 +24,20 @@ from headrace_runtime.settings.sections import Common, ServiceSettings, load
 from headrace_runtime.settings.table import CONFIG_VARIABLE
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trinity_learner.configuration import TrinitySettings
-from tests.repo.compose_files import OWN_IMAGES, ROOT, ours, services
-from tests.repo.helm.chart import DATABASE_URL, SECRETS, VARIANTS, Container, containers, objects, of_kind, values
+from tests.repo.deployments import (
+    DATABASE_URL,
+    OWN_IMAGES,
+    ROOT,
+    SECRETS,
+    VARIANTS,
+    Container,
+    containers,
+    objects,
+    of_kind,
+    ours,
+    services,
+    values,
+)
 
 KEYS = '[[keys]]\nname = "agent"\nsha256 = "' + "ab" * 32 + '"\n'
 WITH_DATABASE = {"collector", "scorer", "judge", "registry", "console"}

@@ -22,7 +22,7 @@ from email_agent.mailbox import DEFINITIONS, HELD_OUT_SHARE, HITS, PARAMETER_OF,
 from example_parts.react import ERROR, Episode
 from headrace.errors import UsageError
 from headrace_cli.demo import recipe
-from tests.repo.compose_files import ROOT
+from tests.repo.deployments import ROOT
 from tests.support.fake_llm import Headrace
 from tests.unit.email_agent.test_agent import Clerk, clueless, options
 
