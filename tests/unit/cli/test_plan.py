@@ -1,23 +1,36 @@
-"""Tests of the plan of `headrace up`: services, ports, and refused configurations."""
+"""Tests of what `headrace up` does with services: its plan of services and ports, refused configurations, and logs.
+
+Logs stay bounded while they are written, and can be followed across a rotation. If the disk refuses writes, whole lines
+are dropped and counted, and no writer blocks.
+"""
 
 from __future__ import annotations
 
+import errno
+import io
+import json
+import os
 import socket
 import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from headrace.errors import UsageError
+from headrace_cli.commands.logs import Tail
 from headrace_operations.supervisor import plan as planning
 from headrace_operations.supervisor.overrides import Overrides, parse_assignments
+from headrace_operations.supervisor.process import LogFile
+from headrace_operations.supervisor.state import failed_checks
 from headrace_runtime.errors import SettingError
 from headrace_runtime.services import ServiceInfo
 from headrace_runtime.settings.table import override
 from tests.support import packages
 from tests.support.processes import free_port
+from tests.unit.cli.test_cli import headrace
 
 SERVICES = planning.installed()
 
@@ -241,3 +254,126 @@ def test_a_wrong_interpreter_is_refused_before_anything_starts(tmp_path: Path, a
 def test_up_without_any_service_names_the_extra_to_install(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no Headrace service is installed .* pip install 'headrace\[local\]'"):
         planning.make(tmp_path, Overrides(None, {}, {}), {})
+
+
+def write(log: LogFile, *lines: str) -> None:
+    reader, writer = os.pipe()
+    thread = log.follow(os.fdopen(reader, "rb"))
+    with os.fdopen(writer, "w") as pipe:
+        pipe.writelines(f"{line}\n" for line in lines)
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_rotation_keeps_whole_lines_and_a_bound(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "logs" / "x.log", bytes_max=100, backups=2)
+    lines = [f"line {number:04}" for number in range(50)]  # ten bytes each, with their end
+    write(log, *lines)
+    files = [tmp_path / "logs" / name for name in ("x.log.2", "x.log.1", "x.log")]
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == sorted(path.name for path in files)
+    assert all(path.stat().st_size <= 100 for path in files)
+    assert "".join(path.read_text() for path in files).split("\n")[:-1] == lines[-30:]
+    assert list(log.tail) == lines[-20:]
+
+
+def test_the_next_life_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "x.log", bytes_max=1000, backups=1)
+    write(log, "first")
+    write(log, "second")
+    assert (tmp_path / "x.log").read_text() == "first\nsecond\n"
+
+
+def test_a_failed_write_does_not_block(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "x.log", bytes_max=1000, backups=1)
+    (tmp_path / "x.log").mkdir()
+    write(log, *(f"line {number} {'x' * 1000}" for number in range(100)))  # more than a pipe holds
+    assert log.tail[-1].startswith("line 99")
+
+
+def test_following_across_a_rotation_loses_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    log = LogFile(path, bytes_max=60, backups=5)
+    write(log, "one", "two")
+    tail = Tail(path)
+    assert tail.last_lines(1) == ["two"]
+    assert list(tail.new_lines()) == []
+    with path.open("a") as file:
+        file.write("thr")
+    assert list(tail.new_lines()) == []
+    with path.open("a") as file:
+        file.write("ee\n")
+    assert list(tail.new_lines()) == ["three"]
+    write(log, "four", "x" * 50, "five")
+    assert list(tail.new_lines()) == ["four", "x" * 50, "five"]
+
+
+def test_logs_of_all_services_by_time_and_readable(data_dir: Path) -> None:
+    folder = data_dir / "logs"
+    folder.mkdir(parents=True)
+    entry = {"service": "alpha", "level": "warning", "event": "retrying", "time": "2026-01-01T10:00:02Z", "attempt": 1}
+    (folder / "alpha.log").write_text(json.dumps(entry) + "\n")
+    earlier = {"service": "beta", "level": "info", "event": "listening", "time": "2026-01-01T10:00:01Z", "port": 5}
+    (folder / "beta.log").write_text("Traceback: not JSON\n" + json.dumps(earlier) + "\n")
+    status, text = headrace("logs", data_dir=data_dir)
+    assert status == 0
+    assert text.splitlines() == [
+        "beta  Traceback: not JSON",
+        "beta  10:00:01 listening port=5",
+        "alpha 10:00:02 retrying attempt=1",
+    ]
+    assert headrace("logs", "alpha", "--raw", data_dir=data_dir) == (0, json.dumps(entry) + "\n")
+    assert len(headrace("logs", "-n", "1", data_dir=data_dir)[1].splitlines()) == 2
+
+
+def test_the_error_for_an_unknown_service_lists_the_known_ones(data_dir: Path) -> None:
+    (data_dir / "logs").mkdir(parents=True)
+    (data_dir / "logs" / "alpha.log").touch()
+    status, text = headrace("logs", "beta", data_dir=data_dir)
+    assert (status, "it has the logs of: alpha" in text) == (2, True)
+
+
+def test_lines_lost_to_a_full_disk_are_counted(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "logs" / "x.log", 10_000, 1)
+    log.write(b"one\n")
+    refusal = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(LogFile, "_append", side_effect=refusal):
+        log.write(b"two\n")
+        log.write(b"three\n")
+    log.write(b"four\n")
+    assert log.path.read_text().splitlines() == [
+        "one",
+        f"headrace: 2 lines were lost here: disk: no space left on device on {tmp_path}/logs",
+        "four",
+    ]
+
+
+def test_an_incomplete_line_is_removed(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "x.log", 10_000, 1)
+    log.write(b"one\n")
+    real = io.FileIO.write
+
+    class Short(io.FileIO):
+        def write(self, data: object) -> int:
+            return real(self, bytes(data)[:2])  # type: ignore[call-overload]
+
+    with mock.patch("builtins.open", lambda path, mode, **_: Short(path, mode.replace("b", ""))):
+        log.write(b"two\n")
+    log.write(b"three\n")
+    lines = log.path.read_text().splitlines()
+    assert (lines[0], lines[-1], len(lines)) == ("one", "three", 3)
+
+
+def test_files_and_folders_are_for_their_owner(tmp_path: Path) -> None:
+    log = LogFile(tmp_path / "logs" / "x.log", 100, 1)
+    for _ in range(20):
+        log.write(b"0123456789\n")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "logs").iterdir()}
+    assert modes == {"x.log": 0o600, "x.log.1": 0o600}
+    assert (tmp_path / "logs").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_failed_check_is_reported_with_its_reason() -> None:
+    page = b'{"checks": {"bus": true, "capture": false, "routing": false}, "reasons": {"capture": "disk: full"}}'
+    assert failed_checks(page) == ("routing", "disk: full")
+    assert failed_checks(b'{"checks": {"bus": false}}') == ("bus",)
+    assert failed_checks(b"nonsense") == ()

@@ -1,6 +1,8 @@
-"""Tests that all commands escape external text: control, escape, bidirectional and invisible characters, and markup.
+"""Tests of the output of all commands: external text is escaped, progress is shown, and shared options are expanded.
 
-The commands and their parameters are read from the application, so a new command is tested without a change here.
+Control, escape, bidirectional and invisible characters and markup are escaped. The commands and their parameters are
+read from the application, so a new command is tested without a change here. Options are declared once for several
+commands.
 """
 
 from __future__ import annotations
@@ -8,25 +10,30 @@ from __future__ import annotations
 import ast
 import io
 import json
+import re
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import typer
+from rich.console import Console
 from rich.panel import Panel
 from rich.progress import Progress, TextColumn
+from typer.testing import CliRunner
 
 from headrace_cli import terminal
 from headrace_cli.app import app
-from headrace_cli.commands.shared import table
+from headrace_cli.commands.shared import expand_option_groups, table
 from headrace_cli.terminal import ProgressDisplay
 from headrace_operations import charts
 from headrace_runtime.errors import HeadraceError
 from headrace_schemas.values.text import printable
+from tests.support.processes import wait_until
 from tests.unit.cli.doubles import (
     HOSTILE,
     TOGETHER,
@@ -41,9 +48,8 @@ from tests.unit.cli.test_cli import headrace
 
 ROOT = Path(__file__).parents[3]
 
+
 # What writes to the terminal.
-
-
 def test_only_the_terminal_module_writes_output() -> None:
     folders = ("packages/cli/src/headrace_cli/", "packages/operations/src/headrace_operations/")
     listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -133,8 +139,6 @@ def test_pictures_are_drawn_without_formulas_and_hidden_characters(text: str, tm
 
 
 # Commands over services whose every text is hostile.
-
-
 @pytest.fixture
 def http() -> Iterator[HttpFake]:
     fake = HttpFake()
@@ -273,3 +277,82 @@ def test_commands_that_only_read_print_their_data(stack: HostileStack) -> None:
     showing = {name: run(name, arguments(COMMANDS[name], stack, None), stack) for name in sorted(expected)}
     silent = {name for name in expected if "\\u202e" not in showing[name][1]}
     assert silent == set(), {name: showing[name] for name in silent}
+
+
+def test_a_line_has_the_position_and_the_remaining_time() -> None:
+    with ProgressDisplay("simulate", 1000, unit="seeds", log=lambda line: None) as progress:
+        progress.advance(250, activity="0 failed")
+        progress._started_s -= 10
+        assert progress.line == "simulate: 250 of 1,000 seeds, 0 failed, 10 s, about 30 s left"
+
+
+def test_unknown_values_are_left_out_of_the_line() -> None:
+    with ProgressDisplay("demo", activity="starting", log=lambda line: None) as progress:
+        assert progress.line == "demo: starting, 0 s"
+        progress.update(3)
+        assert progress.line == "demo: 3, starting, 0 s"
+    with ProgressDisplay("work", 60, unit="s at most", estimate=False, log=lambda line: None) as progress:
+        progress.update(20)
+        assert progress.line == "work: 20 of 60 s at most, 0 s"
+
+
+def test_a_log_has_a_line_at_each_interval_also_without_progress() -> None:
+    lines: list[str] = []
+    with ProgressDisplay("attack", 3, unit="attacks", log=lines.append, interval_s=0.01) as progress:
+        progress.update(activity="silent_connections")
+        wait_until(lambda: len(lines) > 2, 20, "three lines")
+        progress.print_line("one of them is broken")
+    assert lines.count("one of them is broken") == 1
+    assert {line for line in lines if line.startswith("attack")} <= {
+        f"attack: 0 of 3 attacks, {activity}0 s" for activity in ("", "silent_connections, ")
+    }
+    ended = len(lines)
+    assert progress._log_thread is not None
+    assert not progress._log_thread.is_alive(), "no line comes after the end"
+    assert len(lines) == ended
+
+
+def test_a_terminal_has_a_bar_and_lines_above_it() -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=120)
+    with ProgressDisplay("mutants", 4, unit="mutants", console=console) as progress:
+        progress.advance(activity="1 live")
+        progress.print_line("survived: [bold]a[1][/]")
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    assert "survived: [bold]a[1][/]" in text
+    assert re.search(r"mutants .*1/4 mutants .*1 live", text)
+    assert progress._log_thread is None
+
+
+@dataclass(frozen=True)
+class Where:
+    place: Annotated[str, typer.Option("--at", help="Where.")] = "here"
+
+
+@dataclass(frozen=True)
+class Exactly(Where):
+    times: Annotated[list[int] | None, typer.Option(min=1)] = None
+
+
+def show(name: Annotated[str, typer.Argument()], *, where: Exactly, loud: bool = False) -> None:
+    """Print the arguments."""
+    typer.echo(f"{name} {where} {loud}")
+
+
+def plain(name: str) -> None:
+    typer.echo(name)
+
+
+def test_a_group_is_given_by_its_options() -> None:
+    app = typer.Typer()
+    app.command()(expand_option_groups(show))
+    run = CliRunner().invoke
+    assert run(app, ["x"]).output == "x Exactly(place='here', times=None) False\n"
+    result = run(app, ["x", "--at", "there", "--times", "1", "--times", "2", "--loud"])
+    assert result.output == "x Exactly(place='there', times=[1, 2]) True\n"
+    assert run(app, ["x", "--times", "0"]).exit_code == 2
+    assert "Where." in run(app, ["--help"]).output
+
+
+def test_a_function_without_a_group_stays_as_it_is() -> None:
+    assert expand_option_groups(plain) is plain
