@@ -1,23 +1,32 @@
-"""Tests of turns that extend an earlier turn of their session: stored without the shared part, and restored by
-readers."""
+"""Tests of captured turns: what the engine sampled, and turns that extend an earlier turn of their session.
+
+Impossible tokens are detected (P2, pitfalls 2 and 3). Server-sent events are split however they arrive. A turn that
+extends another one is stored without the shared part, and restored by readers.
+"""
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks._sessions_replica import answer_of, prompt_of
 from headrace_gateway.capture.captured_turns import CapturedTurn, CapturedTurns, read_turn
+from headrace_gateway.capture.transcript import Transcript
+from headrace_gateway.requests.client_connection import EventTooLarge, Splitter, encode_event
+from headrace_gateway.requests.engine_wire import EngineAnswer
 from headrace_gateway.requests.identity import CallIdentity
 from headrace_gateway.settings import CaptureSettings
 from headrace_schemas import Turn
 from headrace_schemas.http.replica_api import History
 from headrace_schemas.rules.turn_history import TurnHistory
 from headrace_schemas.values import ids
-from tests.support.fake_replica import VERSION, FakeReplica, Generation
+from tests.support.fake_replica import VERSION, FakeReplica, Fault, Generation
 from tests.support.gateway import Gateway, gateway, until
 
 Messages = list[dict[str, Any]]
@@ -252,3 +261,103 @@ def test_turn_replaces_the_turn_that_it_continues() -> None:
     memory.add(identity("s"), captured("fork", bytes(200)))
     memory.add(identity("s"), captured("second", first.prompt + first.answers[0] + bytes(40)))
     assert [turn.turn_id for turn in memory.of_session(identity("s"))] == ["second", "fork"]
+
+
+BODY: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "n": 2}
+
+
+def streamed(body: dict[str, Any], fault: Fault | None = None) -> Transcript:
+    transcript = Transcript()
+    for chunk, _ in Generation(body, VERSION).chunks(fault or Fault()):
+        transcript.add(EngineAnswer.model_validate(chunk), streamed=True)
+    return transcript
+
+
+def test_chunks_add_up_to_what_was_sampled() -> None:
+    transcript = streamed(BODY)
+    work = Generation(BODY, VERSION)
+    assert transcript.prompt_token_ids == work.prompt_ids
+    assert transcript.version == VERSION
+    for index in (0, 1):
+        choice = transcript.choices[index]
+        assert choice.token_ids == work.tokens(index)
+        assert "".join(choice.content) == "".join(f"w{token} " for token in work.tokens(index))
+        assert choice.finish_reason == "stop"
+    assert transcript.finished(2)
+    assert transcript.disagreement() is None
+
+
+def test_tool_calls_arrive_in_pieces() -> None:
+    transcript = streamed({**BODY, "n": 1, "tools": [{"function": {"name": "search"}}]})
+    (call,) = transcript.choices[0].calls.values()
+    assert (call.name, call.arguments) == ("search", '{"query": "invoice"}')
+    assert call.id.startswith("call_")
+
+
+@pytest.mark.parametrize(
+    ("fault", "complaint"),
+    [
+        (Fault(lose_logprobs=1), "choice 0 has 6 token ids and 5 logprobs"),
+        (Fault(usage_off_by=1), "prompt and sampled ids are"),
+        (Fault(no_usage=True), "the engine sent no usage"),
+    ],
+)
+def test_what_does_not_add_up_is_named(fault: Fault, complaint: str) -> None:
+    assert complaint in (streamed(BODY, fault).disagreement() or "")
+
+
+def test_two_prompts_of_one_request_are_noticed() -> None:
+    transcript = streamed(BODY)
+    transcript.add(EngineAnswer(prompt_token_ids=[1, 2, 3]), streamed=True)
+    assert "other prompt ids" in (transcript.disagreement() or "")
+
+
+def test_a_stream_goes_on_from_its_tokens_and_from_nothing_without_any() -> None:
+    transcript = Transcript()
+    chunks = Generation(BODY, VERSION).chunks(Fault())
+    for chunk, _ in chunks[:2]:  # the two openings
+        transcript.add(EngineAnswer.model_validate(chunk), streamed=True)
+    assert transcript.resume() is None
+    for chunk, _ in chunks[2:5]:
+        transcript.add(EngineAnswer.model_validate(chunk), streamed=True)
+    resume = transcript.resume()
+    assert resume
+    assert [len(choice.token_ids) for choice in resume.choices] == [2, 1]
+
+
+def test_a_stream_keeps_the_version_that_it_began_with() -> None:
+    transcript = Transcript()
+    for model in ("", VERSION, "tiny@ffffffffffff", ""):
+        transcript.add(EngineAnswer(model=model), streamed=True)
+    assert transcript.version == VERSION
+
+
+PAYLOADS = st.lists(
+    st.binary(min_size=1, max_size=40).filter(lambda data: not {10, 13, 0xC2, 0xE2} & set(data)), max_size=8
+)
+
+
+@given(payloads=PAYLOADS, cuts=st.lists(st.integers(0, 400), max_size=12))
+def test_any_cut_of_the_bytes_gives_the_same_events(payloads: list[bytes], cuts: list[int]) -> None:
+    encoded = b"".join(encode_event(payload) for payload in payloads)
+    edges = [0, *sorted(min(cut, len(encoded)) for cut in cuts), len(encoded)]
+    splitter = Splitter(1000)
+    events_of_cut = [event for a, b in itertools.pairwise(edges) for event in splitter.feed(encoded[a:b])]
+    assert events_of_cut == payloads
+
+
+def test_comments_other_fields_and_carriage_returns_are_no_data() -> None:
+    splitter = Splitter(1000)
+    assert splitter.feed(b": ping\n\nevent: x\r\ndata: a\r\ndata:b\r\nid: 1\r\n\r\nretry: 5\n\n") == [b"a\nb"]
+
+
+def test_an_event_without_an_end_is_bounded() -> None:
+    with pytest.raises(EventTooLarge):
+        Splitter(10).feed(b"data: 0123456789")
+
+
+def test_line_separators_inside_of_json_are_escaped() -> None:
+    data = '{"a":"x\u2028y\u2029z\u0085"}'
+    event = encode_event(data.encode(), "kind").decode()
+    assert event.splitlines() == ["event: kind", r'data: {"a":"x\u2028y\u2029z\u0085"}', ""]
+    assert json.loads(event.split("data: ")[1]) == json.loads(data)

@@ -1,7 +1,7 @@
-"""Tests of the gateway's routes: validation of bodies, the port for clients of Trinity-RFT, and metric labels.
+"""Tests of the gateway's routes: bodies, prefixes of paths, the port for clients of Trinity-RFT, and metric labels.
 
 The gateway accepts a body only if all events that are made from it are valid. Otherwise the error names the invalid
-field.
+field. A base URL carries parameters for clients that cannot set headers.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ import pytest
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
 
 from headrace_gateway import http as gateway_http
 from headrace_gateway.app import serve_trinity_port
+from headrace_gateway.requests import http_request
 from headrace_gateway.settings import GatewaySettings, LimitSettings, TotalLimitSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import (
@@ -207,8 +209,6 @@ HEAVY = {
     "text": lambda: json.dumps({"session_id": "s", "value": 1, "context": {"x": "\\" * 2_000_000}}).encode(),
     "tokens": lambda: b'{"branches": [{"token_ids": [' + b"1," * 3_000_000 + b"1]}]}",
 }
-
-
 ROUTES = ("/v1/feedback", "/feedback", "/commit", "/v1/trajectories", "/v1/responses")
 
 
@@ -342,3 +342,50 @@ def test_a_new_route_without_a_name_is_counted_under_that_of_its_endpoint() -> N
 
     counting = gateway_http.RequestCounter(Mock(), [Route("/v1/embeddings", embeddings, methods=["POST"])])
     assert counting.label_of("/v1/embeddings") == "embeddings"
+
+
+async def seen(path: str) -> Scope:
+    scopes: list[Scope] = []
+
+    async def app(scope: Scope, _receive: Receive, _send: Send) -> None:
+        scopes.append(scope)
+
+    async def nothing() -> Message:
+        raise AssertionError("nothing is read here")
+
+    async def nowhere(_message: Message) -> None:
+        raise AssertionError("nothing is sent here")
+
+    await http_request.PathPrefixes(app)({"type": "http", "path": path, "raw_path": path.encode()}, nothing, nowhere)
+    return scopes[0]
+
+
+@pytest.mark.parametrize(
+    ("path", "rest", "key", "session"),
+    [
+        ("/v1/models", "/v1/models", None, None),
+        ("/t/KEY/feedback", "/feedback", "KEY", None),
+        ("/t/KEY//feedback", "/feedback", "KEY", None),
+        ("//feedback", "/feedback", None, None),
+        ("/sessions/run-1/v1/chat/completions", "/v1/chat/completions", None, "run-1"),
+        ("/t/K/sessions/run%2F1%20b/v1/chat/completions", "/v1/chat/completions", "K", "run/1 b"),
+        ("/sessions/a/t/K/v1/models", "/v1/models", "K", "a"),
+        ("/sessions/a/sessions/b/v1/models", "/sessions/b/v1/models", None, "a"),
+        ("/v1/sessions/a/end", "/v1/sessions/a/end", None, None),
+        ("/t/", "/t", None, None),
+        ("/v1/chat/completions/", "/v1/chat/completions", None, None),
+        ("/chat/completions", "/v1/chat/completions", None, None),
+        ("/t/K/messages/count_tokens", "/v1/messages/count_tokens", "K", None),
+        ("/v1/v1/messages", "/v1/messages", None, None),
+        ("/models/tiny", "/v1/models/tiny", None, None),
+        ("/chat", "/chat", None, None),
+        ("/", "/", None, None),
+    ],
+)
+async def test_prefixes_are_peeled(path: str, rest: str, key: str | None, session: str | None) -> None:
+    scope = await seen(path)
+    assert (scope["path"], scope.get(http_request.KEY), scope.get(http_request.SESSION)) == (
+        rest.rstrip("/") or "/",
+        key,
+        session,
+    )

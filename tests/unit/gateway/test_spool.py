@@ -1,7 +1,7 @@
 """Tests of the spool.
 
-Events are on the disk when `append` returns, keep their order, and are never discarded. The size is bounded, and each
-spool has one owning process.
+Events are on the disk when `append` returns, keep their order, and are never discarded. They are sent together where
+their order allows it. The size is bounded, and each spool has one owning process.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import itertools
 import math
 import os
 import random
@@ -20,11 +21,16 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from headrace_gateway.capture.spool import RESERVE_BYTES, Shares, Spool, SpoolBroken, Spooled
+from headrace_gateway.capture.spool import RESERVE_BYTES, Shares, Spool, SpoolBroken, Spooled, split_into_stages
 from headrace_gateway.settings import CaptureSettings
 from headrace_runtime.errors import DiskFull, SettingError, Unavailable
 from headrace_runtime.storage.disk import DiskGuard
+from headrace_schemas import Event, Feedback, SessionEnd
+from headrace_schemas.values import ids
+from headrace_schemas.values.base import utcnow
 from tests.support.gateway import until
 from tests.support.machine import MeasuredDisk, full_error
 
@@ -308,3 +314,64 @@ async def test_new_work_is_refused_while_the_disk_is_short_and_work_in_progress_
             assert await values(spool) == [1, 2]
             measured.free_bytes = 900_000_000
             await until(lambda: spool.trouble is None)
+
+
+KEYS = [ids.session_key("default", name) for name in ("a", "b", "c")]
+
+
+def feedback(key: str) -> Feedback:
+    return Feedback(time=utcnow(), feedback_id="f", session_key=key, value=1.0)
+
+
+def end(key: str) -> SessionEnd:
+    return SessionEnd(time=utcnow(), end_id="e", session_key=key)
+
+
+def commit() -> SessionEnd:
+    return SessionEnd(time=utcnow(), end_id="c", scope="tenant", reason="commit")
+
+
+def stages(events: list[Event]) -> list[list[int]]:
+    """Return the stages that `events` are sent in, as lists of indices into `events`."""
+    return split_into_stages(list(range(len(events))), lambda index: events[index])
+
+
+def test_sessions_owe_each_other_nothing_and_an_end_waits_for_its_own_events() -> None:
+    a, b, _ = KEYS
+    assert stages([feedback(a), end(a), feedback(b), feedback(b), end(b), feedback(a)]) == [[0, 2, 3], [1, 4], [5]]
+
+
+def test_the_end_of_a_tenant_stands_alone() -> None:
+    a, b, _ = KEYS
+    assert stages([feedback(a), feedback(b), end(b), commit(), feedback(a), end(b)]) == [[0, 1], [2], [3], [4, 5]]
+
+
+events = st.one_of(st.builds(feedback, st.sampled_from(KEYS)), st.builds(end, st.sampled_from(KEYS)), st.builds(commit))
+
+
+@given(st.lists(events, max_size=30))
+def test_a_session_keeps_its_order_in_as_few_stages_as_its_topics_take_turns(sent: list[Event]) -> None:
+    staged = stages(sent)
+    assert sorted(itertools.chain(*staged)) == list(range(len(sent)))
+    assert all(staged)
+    at = {index: number for number, stage in enumerate(staged) for index in stage}
+    assert all(stage == sorted(stage) for stage in staged)
+    for first, second in itertools.combinations(range(len(sent)), 2):
+        if sent[first].key == sent[second].key:
+            assert at[first] + (sent[first].topic != sent[second].topic) <= at[second]
+        if "c" in (getattr(sent[first], "end_id", ""), getattr(sent[second], "end_id", "")):
+            assert at[first] < at[second]
+    assert len(staged) <= _turns_taken(sent)
+
+
+def _turns_taken(sent: list[Event]) -> int:
+    """Return the largest number of stages that `sent` may need: changes of topic in a session, and one for each
+    commit."""
+    total, between = 0, list[Event]()
+    for event in [*sent, commit()]:
+        if isinstance(event, SessionEnd) and event.scope == "tenant":
+            runs = [[topic for topic, _ in itertools.groupby(e.topic for e in between if e.key == key)] for key in KEYS]
+            total, between = total + max(map(len, runs)) + 1, []
+        else:
+            between.append(event)
+    return total - 1

@@ -1,9 +1,15 @@
-"""Tests of the rescoring of stored trajectories: the final result of the stream, in order, and reproducible byte by
-byte."""
+"""Tests of the rescoring of stored trajectories, and of the judge alarm.
+
+The final result of the stream is computed again, in order, and reproducible byte by byte. The alarm's bound and bets
+are compared with their exact definition, and simulated over a long time.
+"""
 
 from __future__ import annotations
 
 import io
+import itertools
+import math
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +20,7 @@ from headrace_runtime.process.programs import Lines
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event, Experience, Feedback, Reward, Trajectory
 from headrace_schemas.programs import ClosedLine, FeedbackLine, ScoredLine
+from headrace_scorer.judge_monitor import Agreement, upper_bound
 from headrace_scorer.learned.refitting import LearnedReplay, LearnedSource
 from headrace_scorer.replay import Rescoring, _work
 from headrace_scorer.settings import ScorerSettings
@@ -230,3 +237,62 @@ async def test_a_reward_model_goes_on_with_what_it_knew_and_speaks_of_what_is_ne
     assert [item.trajectory_id for item in results[1]] == [item.trajectory_id for item in runs[30:]]
     assert all((item.reward or 0.0) > 0.6 for item in results[1][::2])
     assert all(0.0 < (item.reward or 0.0) < 0.4 for item in results[1][1::2])
+
+
+ERROR, REFERENCE = 0.05, 100
+
+
+def test_the_bets_are_fair_however_long_one_looks() -> None:
+    """The mean evidence over all sequences of coin tosses whose mean is the bound is 1 after every step."""
+    bound = 0.3
+    for length in range(1, 9):
+        expected = 0.0
+        for coins in itertools.product((0.0, 1.0), repeat=length):
+            state = Agreement(pairs=REFERENCE, bound=bound)
+            for coin in coins:
+                state = state.with_pair(coin, reference=REFERENCE, error=ERROR)
+            heads = sum(coins)
+            expected += bound**heads * (1 - bound) ** (length - heads) * state.evidence(REFERENCE)
+        assert expected == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(("wrong", "count"), [(0, 20), (3, 20), (10, 50), (20, 20)])
+def test_the_bound_is_that_of_an_exact_binomial_or_wider(wrong: int, count: int) -> None:
+    """With a mean above the bound, so few errors have a probability below the permitted error."""
+    bound = upper_bound(wrong / count, count, 0.05)
+    assert bound >= min(0.95, wrong / count)
+    with_pair = math.fsum(math.comb(count, n) * bound**n * (1 - bound) ** (count - n) for n in range(wrong + 1))
+    assert wrong == count or with_pair <= 0.05 + 1e-9
+
+
+def _stream(draw: random.Random, count: int, mean: float) -> list[float]:
+    return [min(1.0, max(0.0, draw.gauss(mean, 0.2))) for _ in range(count)]
+
+
+def _alarm(values: list[float]) -> int | None:
+    state = Agreement()
+    for number, value in enumerate(values, 1):
+        state = state.with_pair(value, reference=REFERENCE, error=ERROR)
+        if state.has_drifted(reference=REFERENCE, error=ERROR):
+            return number
+    return None
+
+
+def test_a_judge_that_falls_is_found_after_it_was_good_for_long_and_a_steady_one_is_left_alone() -> None:
+    draw = random.Random(0)
+    assert [_alarm(_stream(draw, 600, 0.3)) for _ in range(10)] == [None] * 10
+    for _ in range(10):
+        alarm = _alarm(_stream(draw, 500, 0.25) + _stream(draw, 200, 0.6))
+        assert alarm is not None
+        assert 500 < alarm < 640
+
+
+def test_what_it_knows_survives_being_stored() -> None:
+    draw = random.Random(1)
+    state = other = Agreement()
+    for value in _stream(draw, 150, 0.3):
+        state = state.with_pair(value, reference=REFERENCE, error=ERROR)
+        other = Agreement.model_validate_json(
+            other.with_pair(value, reference=REFERENCE, error=ERROR).model_dump_json()
+        )
+    assert state == other
