@@ -1,20 +1,23 @@
-"""Tests of Kafka Streams, of compacted topics as tables, and of transactions.
+"""Tests of Kafka Streams and Faust, of compacted topics as tables, and of transactions.
 
-Kafka Streams keeps state with a repartition and a changelog topic, exactly once, through kill -9 of program and broker;
-Apache Kafka is the reference, and only the program is killed there. In a table, the last value wins, and a null value
-deletes. Transactions of aiokafka are atomic over partitions and offsets, fenced, and invisible until committed.
+Faust hosts the stream services: an agent, restarts at the committed offset, and a table with its changelog.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import faust
 import pytest
 from aiokafka import AIOKafkaProducer, TopicPartition
+from aiokafka.admin import AIOKafkaAdminClient
 from aiokafka.errors import KafkaError, ProducerFenced
 
 from tests.contract.bus.conftest import CreateTopic
@@ -255,3 +258,95 @@ async def test_a_forgotten_transaction_times_out(bus: str, topic: str, unique: s
     await producer._sender.close()
     await producer.client.close()
     producer._closed = True
+
+
+def _app(bus: str, name: str, folder: Path) -> Any:
+    return faust.App(
+        name,
+        broker=f"kafka://{bus}",
+        store="memory://",
+        datadir=folder,  # it makes one where it is started otherwise
+        web_enabled=False,
+        autodiscover=False,
+        topic_disable_leader=True,
+        topic_replication_factor=1,
+        topic_partitions=2,
+        consumer_auto_offset_reset="earliest",
+        broker_session_timeout=10.0,
+        broker_heartbeat_interval=1.0,
+        broker_commit_interval=0.2,
+        stream_wait_empty=False,
+        loghandlers=[],
+        logging_config={"version": 1, "disable_existing_loggers": False, "incremental": True},
+    )
+
+
+@contextlib.asynccontextmanager
+async def _running(app: Any) -> AsyncIterator[None]:
+    await app.start()
+    try:
+        yield
+    finally:
+        await app.stop()
+
+
+def _collect(app: Any, source: Any, seen: list[bytes]) -> None:
+    async def agent(stream: Any) -> None:
+        async for event in stream.events():
+            seen.append(event.value)  # noqa: PERF401 (one by one is the point)
+
+    app.agent(source, name=f"{app.conf.id}-agent")(agent)
+
+
+def _raw(app: Any, topic: str) -> Any:
+    return app.topic(topic, key_type=bytes, value_type=bytes, key_serializer="raw", value_serializer="raw")
+
+
+async def test_an_agent_reads_everything_once_over_a_restart(
+    bus: str, create: CreateTopic, unique: str, tmp_path: Path
+) -> None:
+    topic = await create(partitions=2)
+    seen: list[bytes] = []
+    async with producing(bus) as producer:
+        for first in (0, 50):
+            app = _app(bus, unique, tmp_path)
+            _collect(app, _raw(app, topic), seen)
+            for number in range(first, first + 50):
+                await producer.send(topic, b"%d" % number, b"%d" % (number % 7))
+            await producer.flush()
+            async with _running(app):
+                await eventually(partial(_has, seen, first + 50))
+    assert sorted(map(int, seen)) == list(range(100))
+
+
+async def test_a_table_with_its_changelog(
+    bus: str, create: CreateTopic, unique: str, admin: AIOKafkaAdminClient, tmp_path: Path
+) -> None:
+    topic = await create(partitions=2)
+    app = _app(bus, unique, tmp_path)
+    table = app.Table("counts", default=int, partitions=2)
+    handled: list[bytes] = []
+
+    async def count(stream: Any) -> None:
+        async for event in stream.events():
+            table[event.key.decode()] += 1
+            handled.append(event.value)
+
+    app.agent(_raw(app, topic), name=f"{unique}-agent")(count)
+    async with producing(bus) as producer:
+        for number in range(20):
+            await producer.send_and_wait(topic, b"x", b"%d" % (number % 4))
+    async with _running(app):
+        await eventually(lambda: _has(handled, 20))
+        assert {key: table[key] for key in ("0", "1", "2", "3")} == dict.fromkeys(("0", "1", "2", "3"), 5)
+    changelog = f"{unique}-counts-changelog"
+    assert changelog in await admin.list_topics()
+    async with consuming(bus) as consumer:
+        partitions = [TopicPartition(changelog, 0), TopicPartition(changelog, 1)]
+        consumer.assign(partitions)
+        assert sum((await consumer.end_offsets(partitions)).values()) >= 4
+
+
+async def _has(values: list[bytes], count: int) -> bool:
+    await asyncio.sleep(0)
+    return len(values) >= count
