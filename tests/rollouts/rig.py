@@ -25,7 +25,7 @@ from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
 from headrace_schemas import ModelEvent, Routing
 from headrace_schemas.values.base import utcnow
-from tests.integration.registry.rig import GATE
+from tests.integration.conftest import GATE
 from tests.rollouts.mortal import FAULT, FOLDER
 from tests.support import tiny_model
 from tests.support.processes import free_port, wait_open

@@ -17,7 +17,7 @@ from headrace_operations.dead_letters import Selection
 from headrace_schemas import DeadLetter, Reward, Routing, Trajectory, Turn
 from tests.attack.program import attack
 from tests.attack.stacks import SmallStack, small_stack
-from tests.integration.registry.rig import RegistryRig
+from tests.integration.conftest import RegistryRig
 from tests.support import machine
 from tests.support.servers import BrokerProcess
 from tests.support.service_process import BusView, GatewayProcess, ServiceProcess, bus_view

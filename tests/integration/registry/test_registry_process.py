@@ -18,7 +18,7 @@ import pytest
 
 from headrace_runtime.kafka.wire import Outgoing
 from headrace_schemas import Checkpoint
-from tests.integration.registry.rig import RegistryRig
+from tests.integration.conftest import RegistryRig
 from tests.support import servers, tiny_model
 from tests.support.processes import is_open
 from tests.support.servers import BrokerProcess

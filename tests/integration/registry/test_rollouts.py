@@ -22,8 +22,7 @@ from headrace_schemas.rules.assignment import assign_unit
 from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
 from tests.attack.stacks import beside
-from tests.integration.conftest import circle
-from tests.integration.registry.rig import RegistryRig
+from tests.integration.conftest import RegistryRig, circle
 from tests.support.fake_replica import Called, FakeReplica, Fault, Generation
 from tests.support.gateway import routing
 from tests.support.servers import BrokerProcess
