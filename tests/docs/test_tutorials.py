@@ -194,7 +194,7 @@ def test_held_out_success_rises_with_nothing_but_the_page(tmp_path: Path) -> Non
     """The page uses a new user's model, agent, reward and gate with default settings."""
     with Walk(OWN_MODEL, tmp_path) as walk:
         output = "".join(walk.walk(fence, 1500) for fence in walk.steps())
-    before, after = (float(number) for number in re.findall(r"^([01]\.\d{3})$", output, re.MULTILINE))
+    before, after = (float(number) for number in re.findall(r"^([01]\.\d{3}) my-agent@", output, re.MULTILINE))
     assert after - before >= RISE_MIN, output
 
 

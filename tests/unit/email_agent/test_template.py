@@ -24,11 +24,13 @@ from example_parts import base_model
 from example_parts.base_model import TEMPLATE
 from headrace_cli.demo import recipe
 from headrace_inference.chat.tool_calls import HermesToolReader
+from headrace_registry.garbage.plan import default_limit
 from headrace_registry.settings import GateSettings
 from headrace_schemas import Dialogue, Message
 from headrace_scorer.functions.loading import FunctionLoader
 from headrace_scorer.settings import ScorerSettings
 from headrace_trainer.settings import TrainerSettings
+from headrace_trainer.sizes import Shape, Sizes
 from smollm2 import agent, evaluate
 from smollm2.base import BASE
 from smollm2.mails import ANSWERS, SPLITS, Split, Task
@@ -255,6 +257,17 @@ def test_the_services_take_the_settings_and_the_scorer_finds_the_function() -> N
     assert (trainer.model, trainer.base) == (recipe.read(FOLDER).model, BASE)
     scorer = ScorerSettings(**config["scorer"])
     assert [function.source for function in FunctionLoader().load(scorer.functions)] == ["function:right"]
+
+
+def test_the_data_folder_stays_below_5_gb_however_fast_versions_come() -> None:
+    """Even if no version is removed in time: the base, all versions of the questions, and the optimizer of the newest
+    version twice, because a save writes the next one first."""
+    trainer = TrainerSettings(**tomllib.loads((FOLDER / "headrace.toml").read_text(encoding="utf-8"))["trainer"])
+    assert trainer.batch_experiences_min == trainer.batch_experiences, "time must not cut batches into more versions"
+    versions = 1 + recipe.read(FOLDER).goal.tasks // (trainer.batch_experiences * trainer.steps_per_version)
+    sizes = Sizes.of(Shape(134_515_008, 4_884_480, 4, 30, 576, 576, 192, 1536, 8192), trainer)
+    assert versions * sizes.version_bytes + 2 * sizes.restore_point_bytes < 4.9e9
+    assert versions * sizes.version_bytes <= default_limit({"m": {"weights": sizes.version_bytes}})
 
 
 @pytest.mark.parametrize("name", ["base", "agent", "measure"])
