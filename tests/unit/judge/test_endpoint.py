@@ -37,9 +37,9 @@ ANSWER = {**fake_llm.completion('{"reason": "r", "criteria": {"a": 1}}'), "creat
 MESSAGES: list[ChatMessage] = [{"role": "user", "content": "private"}]
 
 
-async def complete(llm: FakeLLM, **changes: object) -> Completion:
+async def complete(llm: FakeLLM, key: str = "key", **changes: object) -> Completion:
     data = {"base_url": llm.base_url, "model": "m", "timeout_s": 0.3} | changes
-    endpoint = Endpoint(EndpointSettings.model_validate(data), "key")
+    endpoint = Endpoint(EndpointSettings.model_validate(data), key)
     try:
         return await endpoint.complete(MESSAGES)
     finally:
@@ -65,11 +65,23 @@ def parts(*texts: str) -> fake_llm.Behaviour:
     return fake_llm.raw(json.dumps({"choices": [{"message": {"content": content}}]}).encode())
 
 
-@pytest.mark.parametrize("usage", [{}, {"prompt_tokens": -1}, {"prompt_tokens": 10**400}, "many", [], 7])
+@pytest.mark.parametrize(
+    "usage", [{}, {"prompt_tokens": -1}, {"prompt_tokens": 10**400}, {"prompt_tokens": 2**52}, "many", [], 7]
+)
 async def test_an_answer_counts_whatever_its_bill_is(llm: FakeLLM, usage: object) -> None:
     document = {**fake_llm.completion("hi"), "id": None, "usage": usage}
     llm.then(fake_llm.raw(json.dumps(document).encode()))
     assert await complete(llm) == Completion(text="hi")
+
+
+@pytest.mark.parametrize("padding", [0, 1015])
+async def test_no_message_quotes_the_key_that_the_endpoint_repeats(llm: FakeLLM, padding: int) -> None:
+    message = f"{'x' * padding} Incorrect API key provided: sk-0123456789abcdef"
+    for body in (json.dumps({"error": {"message": message}}), message):
+        llm.then(fake_llm.raw(body.encode(), 401))
+        with pytest.raises(EndpointUnavailable) as refused:
+            await complete(llm, key="sk-0123456789abcdef")
+        assert "sk-0" not in str(refused.value)
 
 
 async def test_an_answer_in_parts_is_their_text(llm: FakeLLM) -> None:

@@ -12,7 +12,6 @@ from prometheus_client import REGISTRY
 from headrace_judge import app, rubric
 from headrace_judge.endpoint import OWN_SESSIONS
 from headrace_judge.worker import is_sampled
-from headrace_runtime.errors import SettingError
 from headrace_runtime.http import web
 from headrace_schemas import DeadLetter
 from headrace_schemas.http.registry_api import SourceList
@@ -296,18 +295,19 @@ async def test_a_gateway_is_told_not_to_train_on_the_judge(llm: FakeLLM, data_di
     assert headers["authorization"] == "Bearer k"
 
 
-async def test_an_endpoint_that_turns_out_to_be_a_gateway_stops_the_judge(llm: FakeLLM, data_dir: Path) -> None:
+async def test_an_endpoint_that_turns_out_to_be_a_gateway_fails_and_the_judge_continues(
+    llm: FakeLLM, data_dir: Path
+) -> None:
     response = fake_llm.completion("{}") | {"id": f"chatcmpl-{'a' * 16}-{'0' * 32}"}
-    llm.usual = lambda _call: fake_llm.Reply(response)
-
-    async def run() -> None:
-        async with judge(settings(llm), data_dir) as rig:
-            await rig.bench.deliver(trajectory("t1"))
-            await rig.judged()
-
-    with pytest.raises(BaseExceptionGroup) as stopped:
-        await run()
-    assert stopped.group_contains(SettingError, match=r"judge\.endpoint\.is_gateway")
+    llm.then(lambda _call: fake_llm.Reply(response))
+    async with judge(settings(llm, retry={"attempts_max": 1}), data_dir) as rig:
+        await rig.bench.deliver(trajectory("t1"))
+        (failed,) = await rig.judged()
+        await rig.bench.deliver(trajectory("t2"))
+        rewards = await rig.judged(2)
+    assert failed.outcome == "failed"
+    assert "judge.endpoint.is_gateway = false" in str(failed.reason)
+    assert [reward.outcome for reward in rewards] == ["failed", "scored"]
 
 
 async def test_work_for_a_rubric_that_is_gone_abstains(llm: FakeLLM, data_dir: Path) -> None:

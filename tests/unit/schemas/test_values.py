@@ -95,6 +95,16 @@ class Exiting(Exception):
         raise SystemExit(3)
 
 
+class NamelessType(type):
+    @property
+    def __name__(cls) -> str:
+        return 7  # type: ignore[return-value]
+
+
+class Nameless(Exception, metaclass=NamelessType):
+    pass
+
+
 class NoText(Exception):
     def __str__(self) -> str:
         return 7  # type: ignore[return-value]
@@ -108,6 +118,7 @@ class NoText(Exception):
         (ValueError(), "ValueError"),
         (Silent(), "Silent: (its text cannot be read: RuntimeError)"),
         (Exiting(), "Exiting: (its text cannot be read: SystemExit)"),
+        (Nameless("x"), "Nameless: x"),
         (NoText(), "NoText: (its text cannot be read: TypeError)"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "x"), "UnicodeDecodeError: 'utf-8' codec"),
         (type("E" * 9999, (Exception,), {})("x"), "E" * 100 + ": x"),

@@ -268,4 +268,6 @@ def _is_true(value: object) -> bool:
 
 
 def _kind(value: object) -> str:
-    return type(value).__name__[:100]
+    """Return the name of the type of `value`, which the code of a metaclass cannot change."""
+    name: str = type.__dict__["__name__"].__get__(type(value))
+    return name[:100]

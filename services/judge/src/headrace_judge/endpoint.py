@@ -16,7 +16,7 @@ from headrace_judge.run_transcript import ChatMessage
 from headrace_judge.settings import EndpointSettings
 from headrace_runtime.errors import HeadraceError, SettingError, Unavailable
 from headrace_schemas.values.base import utcnow
-from headrace_schemas.values.errors import redact
+from headrace_schemas.values.errors import Redactor
 from headrace_schemas.values.ids import key_of_response, uuid7
 from headrace_schemas.values.text import printable, storable
 
@@ -28,6 +28,8 @@ RETRY_AFTER_MAX_S = 3600.0
 OWN_SESSIONS = "headrace-judge-"
 """Prefix of the sessions of the judge's own calls if the endpoint is a gateway. Each call is a session."""
 _QUOTED_BYTES_MAX = 1024
+_USAGE_TOKENS_MAX = 2**24
+"""Largest count of tokens that is believed. A larger one in one answer would spend the budget of all tenants."""
 _ENCODINGS = frozenset({"", "identity", "gzip", "deflate"})
 """Encodings of answers that are decoded. They grow by at most a factor of 1,032, others by more than 10,000."""
 _CONTENT_REFUSED = frozenset({400, 413, 422})
@@ -89,8 +91,8 @@ class _Choice(BaseModel):
 
 
 class _Usage(BaseModel):
-    prompt_tokens: int = Field(ge=0, lt=2**53)
-    completion_tokens: int = Field(default=0, ge=0, lt=2**53)
+    prompt_tokens: int = Field(ge=0, lt=_USAGE_TOKENS_MAX)
+    completion_tokens: int = Field(default=0, ge=0, lt=_USAGE_TOKENS_MAX)
 
 
 class _Response(BaseModel):
@@ -119,6 +121,7 @@ class Endpoint:
 
     def __init__(self, settings: EndpointSettings, key: str) -> None:
         self._settings = settings
+        self._redact = Redactor([key])
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits = httpx2.Limits(max_connections=settings.concurrency)
         try:
@@ -192,36 +195,35 @@ class Endpoint:
 
     def _read(self, status: int, headers: httpx2.Headers, content: bytes) -> Completion:
         if status in _CONTENT_REFUSED:
-            raise CallRefused(f"the endpoint answered {status}{_quotation(content)}")
+            raise CallRefused(f"the endpoint answered {status}{self._quotation(content)}")
         if status != 200:
             wait_s = retry_after_s(headers.get("retry-after"), RETRY_AFTER_MAX_S)
-            raise EndpointUnavailable(f"the endpoint answered {status}{_quotation(content)}", wait_s=wait_s)
+            raise EndpointUnavailable(f"the endpoint answered {status}{self._quotation(content)}", wait_s=wait_s)
         try:
             response = _Response.model_validate_json(content)
         except ValidationError as error:
             (problem, *_) = error.errors(include_input=False, include_url=False)
             field = ".".join(map(str, problem["loc"])) or "the body"
-            text = (
-                f"the endpoint answered 200 without a chat completion: {field}: {problem['msg']}{_quotation(content)}"
-            )
-            raise EndpointUnavailable(text, billed=True) from None
+            text = f"the endpoint answered 200 without a chat completion: {field}: {problem['msg']}"
+            raise EndpointUnavailable(f"{text}{self._quotation(content)}", billed=True) from None
         from_gateway = isinstance(response.id, str) and key_of_response(response.id)
-        if not self._settings.is_gateway and from_gateway:
-            raise SettingError(
-                "judge.endpoint.is_gateway", False, f"{self._settings.base_url} is a Headrace gateway; set this to true"
-            )
+        if not self._settings.is_gateway and from_gateway:  # no SettingError, because no answer may end the judge
+            text = f"judge.endpoint.is_gateway = false: {self._settings.base_url} is a Headrace gateway; set it to true"
+            raise EndpointUnavailable(text, billed=True)
         return _completion(response)
 
+    def _quotation(self, content: bytes) -> str:
+        """Return a quotation of the error message in the endpoint's answer, or else of the answer's beginning.
 
-def _quotation(content: bytes) -> str:
-    """Return a quotation of the error message in the endpoint's answer, or else of the answer's beginning."""
-    try:
-        body = json.loads(content)
-        message = body["error"]["message"] if isinstance(body["error"], dict) else body["error"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        message = None
-    text = message if isinstance(message, str) else content[:_QUOTED_BYTES_MAX].decode(errors="replace")
-    return f": {printable(redact(text[:_QUOTED_BYTES_MAX]).strip())!r}" if text.strip() else ""
+        It does not contain the endpoint's key.
+        """
+        try:
+            body = json.loads(content)
+            message = body["error"]["message"] if isinstance(body["error"], dict) else body["error"]
+        except (ValueError, KeyError, TypeError, RecursionError):
+            message = None
+        text = message if isinstance(message, str) else content.decode(errors="replace")
+        return f": {printable(self._redact(text)[:_QUOTED_BYTES_MAX].strip())!r}" if text.strip() else ""
 
 
 def _completion(response: _Response) -> Completion:
