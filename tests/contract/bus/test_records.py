@@ -28,37 +28,6 @@ from tests.contract.bus.conftest import CreateTopic
 from tests.support.wire_client import START_MS, consuming, eventually, everything, producing, take
 
 
-async def test_records_come_back_in_order_with_key_headers_and_time(bus: str, topic: str) -> None:
-    async with producing(bus) as producer:
-        for number in range(50):
-            headers = [("ce_id", str(number).encode()), ("empty", b"")]
-            await producer.send(topic, b"v%d" % number, b"k", headers=headers, timestamp_ms=START_MS + number)
-        await producer.flush()
-    records = await everything(bus, topic)
-    assert [record.value for record in records] == [b"v%d" % number for number in range(50)]
-    assert [record.offset for record in records] == list(range(50))
-    assert records[7].headers == (("ce_id", b"7"), ("empty", b""))
-    assert records[7].timestamp == START_MS + 7
-    assert records[7].key == b"k"
-
-
-async def test_acknowledgement_names_the_offset(bus: str, topic: str) -> None:
-    async with producing(bus) as producer:
-        offsets = [(await producer.send_and_wait(topic, b"x")).offset for _ in range(3)]
-    assert offsets == [0, 1, 2]
-
-
-async def test_no_key_and_no_value_are_not_empty_ones(bus: str, topic: str) -> None:
-    async with producing(bus) as producer:
-        for key, value in ((None, b""), (b"", None), (b"", b"")):
-            await producer.send_and_wait(topic, value, key)
-    assert [(record.key, record.value) for record in await everything(bus, topic)] == [
-        (None, b""),
-        (b"", None),
-        (b"", b""),
-    ]
-
-
 @pytest.mark.parametrize("compression", ["gzip", "snappy", "lz4", "zstd"])
 async def test_compressed_batches(bus: str, topic: str, compression: str) -> None:
     values = [b"%d " % number * 200 for number in range(100)]
@@ -94,14 +63,6 @@ async def test_unknown_topic_is_refused_and_not_created(bus: str, unique: str, a
         assert unique not in await admin.list_topics()
 
 
-async def test_keys_choose_partitions_as_everywhere(bus: str, create: CreateTopic) -> None:
-    topic = await create(partitions=4)
-    async with producing(bus) as producer:
-        sent = [(await producer.send_and_wait(topic, b"x", key)).partition for key in (b"a", b"b", b"session-7")]
-        again = [(await producer.send_and_wait(topic, b"x", key)).partition for key in (b"a", b"b", b"session-7")]
-    assert sent == again
-
-
 async def test_unacknowledged_records_arrive(bus: str, topic: str) -> None:
     async with producing(bus, enable_idempotence=False, acks=0) as producer:
         for number in range(20):
@@ -134,17 +95,6 @@ async def _fill(bus: str, topic: str, count: int, *, linger_ms: int = 0) -> None
         await asyncio.gather(*sent)
 
 
-async def test_seek_to_any_offset(bus: str, topic: str) -> None:
-    await _fill(bus, topic, 100, linger_ms=20)
-    partition = TopicPartition(topic, 0)
-    async with consuming(bus) as consumer:
-        consumer.assign([partition])
-        for offset in (99, 0, 42):
-            consumer.seek(partition, offset)
-            (record,) = await take(consumer, 1)
-            assert (record.offset, record.value) == (offset, b"%d" % offset)
-
-
 @pytest.mark.parametrize(("after_ms", "offset"), [(-1000, 0), (0, 0), (1, 1), (420, 42), (985, 99), (991, None)])
 @pytest.mark.parametrize("linger_ms", [0, 20])
 async def test_first_offset_at_a_time(bus: str, topic: str, after_ms: int, offset: int | None, linger_ms: int) -> None:
@@ -155,17 +105,6 @@ async def test_first_offset_at_a_time(bus: str, topic: str, after_ms: int, offse
     assert (located.offset if located else None) == offset
     if located:
         assert located.timestamp == START_MS + 10 * located.offset
-
-
-async def test_begin_and_end(bus: str, create: CreateTopic) -> None:
-    topic = await create(partitions=2)
-    partitions = [TopicPartition(topic, 0), TopicPartition(topic, 1)]
-    async with producing(bus) as producer:
-        for _ in range(3):
-            await producer.send_and_wait(topic, b"x", partition=1)
-    async with consuming(bus) as consumer:
-        assert await consumer.beginning_offsets(partitions) == dict.fromkeys(partitions, 0)
-        assert await consumer.end_offsets(partitions) == {partitions[0]: 0, partitions[1]: 3}
 
 
 async def test_outside_the_log(bus: str, topic: str) -> None:
@@ -201,19 +140,6 @@ async def test_small_fetches_lose_nothing(bus: str, topic: str) -> None:
         consumer.assign([TopicPartition(topic, 0)])
         records = await take(consumer, 40)
     assert [record.offset for record in records] == list(range(40))
-
-
-async def test_many_partitions_in_one_fetch(bus: str, create: CreateTopic) -> None:
-    topic = await create(partitions=8)
-    async with producing(bus) as producer:
-        for number in range(80):
-            await producer.send_and_wait(topic, b"%d" % number, partition=number % 8)
-    async with consuming(bus) as consumer:
-        consumer.assign([TopicPartition(topic, number) for number in range(8)])
-        records = await take(consumer, 80)
-    for number in range(8):
-        values = [int(record.value) for record in records if record.partition == number]
-        assert values == list(range(number, 80, 8))
 
 
 async def _assigned(consumer: AIOKafkaConsumer, count: int) -> set[TopicPartition]:

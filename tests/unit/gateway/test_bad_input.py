@@ -1,4 +1,4 @@
-"""Tests of invalid, large and hostile requests.
+"""Tests of invalid, large and hostile requests, and of errors as the `anthropic` package raises them.
 
 An invalid request gets an OpenAI-shaped error, and the next request is served. A value of a wrong JSON type is refused
 by the name of its field or accepted, and never causes a server error. Large bodies do not delay other clients. Tenants
@@ -15,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import pytest
 from pydantic import BaseModel
 
@@ -29,12 +30,13 @@ from headrace_gateway.requests.chat_request import ChatRequest, parse_chat
 from headrace_gateway.requests.feedback_request import FeedbackRequest, TrinityCommit, TrinityFeedback
 from headrace_gateway.settings import KeySettings, LimitSettings, TotalLimitSettings
 from headrace_schemas import Feedback, Trajectory, Turn
-from tests.support.fake_replica import FakeReplica
+from tests.support.fake_replica import FakeReplica, Fault
 from tests.support.gateway import gateway, strict, until
 from tests.support.hostile_json import KINDS, bases, kinds_everywhere
+from tests.unit.gateway.test_messages_api import ASKED, streamed
+from tests.unit.gateway.test_messages_api import served as messages_gateway
 
 HEADERS = b"Host: localhost\r\nContent-Type: application/json\r\n"
-
 GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 
 
@@ -57,7 +59,6 @@ GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 async def test_a_bad_call_is_refused_and_the_next_one_served(
     tmp_path: Path, body: bytes, status: int, code: str
 ) -> None:
-
     replica = FakeReplica()
     limits = LimitSettings(body_bytes_max=8192) if code == "body_too_large" else LimitSettings()
     async with replica.running(), gateway(tmp_path, replica, limits_per_key=limits) as served:
@@ -102,12 +103,7 @@ async def test_a_body_of_an_unknown_compression_is_refused(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [
-        ("GET", "/v1/chat/completions", 405),
-        ("POST", "/v1/embeddings", 404),
-        ("GET", "/x", 404),
-        ("POST", "/t/k", 405),
-    ],
+    [("GET", "/v1/chat/completions", 405), ("POST", "/v1/embeddings", 404), ("GET", "/x", 404), ("POST", "/t/k", 405)],
 )
 async def test_other_urls_are_refused_in_the_same_shape(tmp_path: Path, method: str, path: str, status: int) -> None:
     async with gateway(tmp_path) as served:
@@ -306,3 +302,94 @@ def test_a_salt_cannot_be_computed_without_the_internal_key() -> None:
     salts = [ring.cache_salt("acme") for ring in rings]
     assert salts[1] == salts[2]
     assert len(set(salts)) == 3
+
+
+AGENT_KEYS = (
+    key("s3cret", tenant="acme"),
+    key("slow", limits=LimitSettings(burst=1, requests_per_s=0.01)),
+    key("feedback", scopes=("feedback",)),
+)
+
+
+async def test_a_key_comes_in_either_header(tmp_path: Path) -> None:
+    async with messages_gateway(tmp_path, FakeReplica(), key="s3cret", keys=AGENT_KEYS) as (running, client):
+        await client.messages.create(**ASKED)
+        async with anthropic.AsyncAnthropic(base_url=running.url, auth_token="s3cret", api_key=None) as bearer:
+            await bearer.messages.create(**ASKED)
+        assert [turn.tenant for turn in running.turns] == ["acme", "acme"]
+
+
+@pytest.mark.parametrize(
+    ("key", "fields", "kind", "name"),
+    [
+        ("wrong", {}, anthropic.AuthenticationError, "authentication_error"),
+        ("feedback", {}, anthropic.PermissionDeniedError, "permission_error"),
+        ("s3cret", {"model": "claude"}, anthropic.NotFoundError, "not_found_error"),
+        ("s3cret", {"extra_body": {"temperature": 9}}, anthropic.BadRequestError, "invalid_request_error"),
+        ("s3cret", {"metadata": {"user_id": "x" * 2**21}}, anthropic.APIStatusError, "request_too_large"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_a_refusal_raises_the_packages_own_error(
+    tmp_path: Path, key: str, fields: dict[str, Any], kind: type[anthropic.APIStatusError], name: str
+) -> None:
+    limits = LimitSettings(body_bytes_max=1_048_576)
+    async with messages_gateway(tmp_path, FakeReplica(), key=key, keys=AGENT_KEYS, limits_per_key=limits) as (
+        _,
+        client,
+    ):
+        with pytest.raises(kind) as caught:
+            await client.messages.create(**{**ASKED, **fields})
+    body: Any = caught.value.body
+    assert (body["type"], body["error"]["type"]) == ("error", name)
+    assert caught.value.request_id == body["request_id"]
+
+
+async def test_too_many_requests_raise_a_rate_limit_error(tmp_path: Path) -> None:
+    async with messages_gateway(tmp_path, FakeReplica(), key="slow", keys=AGENT_KEYS) as (_, client):
+        await client.messages.create(**ASKED)
+        with pytest.raises(anthropic.RateLimitError) as caught:
+            await client.messages.create(**ASKED)
+    assert int(caught.value.response.headers["retry-after"]) > 1
+
+
+async def test_a_gateway_without_replicas_is_overloaded(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running:
+        answer = await running.client.post("/v1/messages", json=ASKED)
+        unknown = await running.client.get("/v1/nothing", headers={"anthropic-version": "2023-06-01"})
+    assert (answer.status_code, answer.json()["error"]["type"]) == (529, "overloaded_error")
+    assert "retry-after" in answer.headers
+    assert (unknown.status_code, unknown.json()["error"]["type"]) == (404, "not_found_error")
+
+
+async def test_a_stream_that_breaks_ends_with_an_error_and_is_no_turn(tmp_path: Path) -> None:
+    replica = FakeReplica(resumes=False, faults=[Fault(drop_after=2)])
+    async with messages_gateway(tmp_path, replica) as (running, client):
+        with pytest.raises(anthropic.APIStatusError) as caught:
+            await streamed(client, **ASKED)
+        assert running.turns == []
+    body: Any = caught.value.body
+    assert body["error"]["type"] == "overloaded_error"
+
+
+async def test_the_root_answers_a_client_that_looks_for_the_server(tmp_path: Path) -> None:
+    async with gateway(tmp_path) as running:
+        answer = await running.client.head("/")
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("route", "status"), [("/v1/messages", 529), ("/v1/chat/completions", 503)])
+async def test_a_call_that_the_end_of_the_server_cuts_may_be_sent_again(
+    tmp_path: Path, route: str, status: int, *, stream: bool
+) -> None:
+    replica = FakeReplica(faults=[Fault(stall_after=0)])
+    async with replica.running(), gateway(tmp_path, replica) as running:
+        calling = asyncio.create_task(running.client.post(route, json={**ASKED, "stream": stream}))
+        await until(lambda: replica.requests)
+        for task in asyncio.all_tasks():
+            if "run_asgi" in repr(task.get_coro()):
+                task.cancel()
+        answer = await calling
+    assert (answer.status_code, answer.headers["retry-after"]) == (status, "1")
+    assert "send the request again" in answer.json()["error"]["message"]

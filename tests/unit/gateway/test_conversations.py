@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +18,10 @@ from headrace_gateway.settings import KeySettings, LimitSettings
 from headrace_schemas import FunctionCall, Message, ToolCall
 from headrace_schemas.events.turn import ResponseRecord
 from tests.support.fake_replica import Called, FakeReplica
-from tests.support.gateway import Gateway, gateway
+from tests.support.gateway import Gateway
+from tests.unit.gateway.test_responses_api import served
 
 SEARCH: Any = {"type": "function", "name": "search", "parameters": {"type": "object"}, "strict": True}
-
-
-@contextlib.asynccontextmanager
-async def served(
-    folder: Path, replica: FakeReplica, **options: Any
-) -> AsyncIterator[tuple[Gateway, openai.AsyncOpenAI]]:
-    async with (
-        replica.running(),
-        gateway(folder, replica, **options) as server,
-        openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield server, client
 
 
 def restarted(folder: Path, server: Gateway, **options: Any) -> ResponseStore:

@@ -35,6 +35,7 @@ def test_a_named_session_keeps_its_own_turns_and_comes_first() -> None:
 def test_an_id_that_is_not_ours_belongs_to_the_session_that_is_named() -> None:
     other_id = ids.response_id(OTHER)
     assert turns_by_session("t", "own", (other_id, "strange")) == {OWN: ["strange"], OTHER: [other_id]}
+    assert turns_by_session("t", "own", (other_id,)) == {OTHER: [other_id]}, "of the named session nothing is listed"
 
 
 def test_without_ids_the_session_is_meant() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from headrace_gateway.capture.recent_turns import RepeatedRequests
 from headrace_gateway.requests import http_request
 from headrace_gateway.requests.identity import CallIdentity, RequestMetadata, identify, opening
 from headrace_gateway.settings import LimitSettings
-from headrace_schemas import Message, SubAgent
+from headrace_schemas import Message, SubAgent, Turn
 from headrace_schemas.events.trajectory import NO_TOOLS
 from headrace_schemas.values import ids
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import gateway, until
+from tests.unit.gateway.test_messages_api import ASKED
+from tests.unit.gateway.test_messages_api import served as messages_gateway
 
 SYSTEM = Message(role="system", content="You are helpful.")
 HELLO = Message(role="user", content="hello")
@@ -274,3 +277,27 @@ async def test_requests_under_way_and_long_after_are_samples(tmp_path: Path, mon
 def _with(repeated: RepeatedRequests, clock: Any) -> RepeatedRequests:
     repeated._clock = clock
     return repeated
+
+
+def claude_code_user(session: str) -> str:
+    return json.dumps({"device_id": "d" * 64, "account_uuid": "", "session_id": session})
+
+
+@pytest.mark.parametrize(
+    ("headers", "user_id", "session", "source"),
+    [
+        ({"x-claude-code-session-id": "s-1"}, claude_code_user("s-2"), "s-1", "header"),
+        ({}, claude_code_user("s-2"), "s-2", "metadata"),
+        ({}, f"user_{'a' * 64}_account__session_{'b' * 36}", "b" * 36, "metadata"),
+        ({"x-session-id": "mine"}, claude_code_user("s-2"), "mine", "header"),
+        ({}, "ada", None, "implicit"),
+    ],
+)
+async def test_the_session_that_claude_code_sends_is_the_session_of_the_turn(
+    tmp_path: Path, headers: dict[str, str], user_id: str, session: str | None, source: str
+) -> None:
+    async with messages_gateway(tmp_path, FakeReplica()) as (running, client):
+        await client.messages.create(**ASKED, metadata={"user_id": user_id}, extra_headers=headers)
+        turn: Turn = running.turns[0]
+    assert turn.session_source == source
+    assert session in (None, turn.session_id)

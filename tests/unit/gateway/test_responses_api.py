@@ -1,4 +1,4 @@
-"""Tests of the Responses API with the unmodified `openai` package, and of the turns that its calls are recorded as."""
+"""Tests of the Responses API with the unmodified `openai` package, of its turns, and of what agents need of it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ import pytest
 from openai.types.responses import Response
 
 from headrace_gateway.access.refusals import ApiError
+from headrace_gateway.apis.responses_api.items import encode_reasoning
 from headrace_gateway.apis.responses_api.request import NEUTRAL, parse_responses
+from headrace_gateway.requests.chat_request import ChatRequest
+from headrace_gateway.requests.request_context import RequestContext
 from tests.support.fake_replica import VERSION, Called, FakeReplica, Fault
-from tests.support.gateway import Gateway, gateway, strict
+from tests.support.gateway import Gateway, gateway, lenient, strict
 
 SEARCH: dict[str, Any] = {
     "type": "function",
@@ -231,3 +234,129 @@ def test_the_items_of_one_turn_are_one_message() -> None:
     assert (turn.reasoning_content, turn.text) == ("hm", "I look.")
     assert [call.id for call in turn.tool_calls or ()] == ["c1", "c2"]
     assert request.messages[3].event.text == "2"
+
+
+def parse_chat_request(context: RequestContext, **fields: Any) -> ChatRequest:
+    return parse_responses(json.dumps({"model": "m", "input": "x", **fields}).encode(), context).chat
+
+
+CODEX: dict[str, Any] = {
+    "store": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "include": ["reasoning.encrypted_content"],
+    "client_metadata": {"a": "b"},
+    "prompt_cache_key": "thread",
+    "text": {"verbosity": "low"},
+    "truncation": "auto",
+    "tools": [SEARCH, {"type": "web_search"}, {"type": "local_shell"}],
+}
+
+
+def test_the_hints_of_codex_and_other_agents_are_accepted_and_reported() -> None:
+    context = lenient()
+    request = parse_chat_request(context, **CODEX)
+    assert [tool.function.name for tool in request.tools or ()] == ["search"]
+    assert set(context.ignored) == {
+        "client_metadata", "truncation", "text.verbosity", "reasoning.effort", "reasoning.summary", "tools.web_search",
+        "tools.local_shell",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal"])
+def test_an_effort_of_none_switches_thinking_off(effort: str) -> None:
+    context = strict()
+    assert parse_chat_request(context, reasoning={"effort": effort}).chat_template_kwargs == {"enable_thinking": False}
+    assert context.ignored == ()
+
+
+def test_items_of_server_tools_are_left_out_and_reported() -> None:
+    context = lenient()
+    request = parse_chat_request(
+        context, input=[{"role": "user", "content": "q"}, {"type": "web_search_call", "id": "ws_1"}]
+    )
+    assert len(request.messages) == 1
+    assert context.ignored == ("input.web_search_call",)
+
+
+PATCH: dict[str, Any] = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /x+/"},
+}
+NAMESPACE: dict[str, Any] = {"type": "namespace", "name": "mail", "description": "d", "tools": [SEARCH, PATCH]}
+
+
+def test_custom_tools_and_namespaces_are_functions_for_the_model() -> None:
+    context = lenient()
+    tools = parse_chat_request(context, tools=[PATCH, NAMESPACE]).tools or ()
+    assert [tool.function.name for tool in tools] == ["apply_patch", "mail__search", "mail__apply_patch"]
+    description = tools[0].function.description or ""
+    assert description.startswith("Edits files.")
+    assert description.endswith("lark grammar:\nstart: /x+/")
+    assert context.ignored == ("tools.format",)
+
+
+def test_allowed_tools_are_the_ones_that_are_offered() -> None:
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "search"}]}
+    request = parse_chat_request(lenient(), tools=[SEARCH, PATCH], tool_choice=choice)
+    assert [tool.function.name for tool in request.tools or ()] == ["search"]
+    assert request.tool_choice == "required"
+
+
+def test_tools_that_an_item_adds_are_offered() -> None:
+    input_items = [{"type": "additional_tools", "tools": [SEARCH]}, {"role": "user", "content": "q"}]
+    assert [tool.function.name for tool in parse_chat_request(strict(), input=input_items).tools or ()] == ["search"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_of_a_custom_tool_and_of_a_namespace_has_its_own_name(tmp_path: Path, *, stream: bool) -> None:
+    script: list[Any] = [Called("apply_patch", {"input": "*** a"}), Called("mail__search", {"query": "q"}), "Done."]
+    input_items: list[Any] = [{"role": "user", "content": "Mend it."}]
+    async with served(tmp_path, FakeReplica(script=script)) as (server, client):
+        for _ in range(3):
+            fields: dict[str, Any] = {"model": "tiny", "input": input_items, "tools": [PATCH, NAMESPACE]}
+            if stream:
+                async with client.responses.stream(**fields) as events:
+                    kinds = [event.type async for event in events]
+                    response: Response = await events.get_final_response()
+            else:
+                response = await client.responses.create(**fields)
+                kinds = []
+            input_items += [item.to_dict() for item in response.output]
+            (item,) = response.output
+            if item.type == "custom_tool_call":
+                assert (item.name, item.input) == ("apply_patch", "*** a")
+                assert not stream or "response.custom_tool_call_input.done" in kinds
+                input_items.append({"type": "custom_tool_call_output", "call_id": item.call_id, "output": "patched"})
+            elif item.type == "function_call":
+                assert (item.namespace, item.name, item.arguments) == ("mail", "search", '{"query": "q"}')
+                input_items.append({"type": "function_call_output", "call_id": item.call_id, "output": "1"})
+        last = server.turns[-1]
+    assert response.output_text == "Done."
+    calls = [call for message in last.messages for call in message.tool_calls or ()]
+    assert [(call.function.name, call.function.arguments) for call in calls] == [
+        ("apply_patch", '{"input": "*** a"}'), ("mail__search", '{"query": "q"}'),
+    ]  # fmt: skip
+
+
+async def test_reasoning_comes_back_from_its_encoded_form(tmp_path: Path) -> None:
+    encoded = encode_reasoning("hm")
+    input_items = [
+        {"role": "user", "content": "q"},
+        {"type": "reasoning", "summary": [], "encrypted_content": encoded},
+        {"role": "assistant", "content": "a"},
+        {"type": "reasoning", "summary": [], "encrypted_content": "gAAAAB-of-another-server"},
+        {"role": "user", "content": "r"},
+    ]
+    messages = parse_chat_request(strict(), input=input_items).messages
+    assert [message.reasoning_content for message in messages] == [None, "hm", None]
+
+
+async def test_input_tokens_are_counted_as_the_call_counts_them(tmp_path: Path) -> None:
+    async with served(tmp_path, FakeReplica()) as (server, client):
+        counted = await client.responses.input_tokens.count(model="tiny", input="hi", instructions="s")
+        assert server.turns == []
+        response = await client.responses.create(model="tiny", input="hi", instructions="s")
+    assert response.usage is not None
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", response.usage.input_tokens)

@@ -88,19 +88,6 @@ async def test_feedback_can_be_withdrawn_or_only_add_facts(tmp_path: Path) -> No
         assert [event.value for event in served.bus.events(Feedback)] == [None] * 4
 
 
-async def test_a_named_session_of_which_nothing_is_listed_is_not_meant(tmp_path: Path) -> None:
-    async with gateway(tmp_path) as served:
-        await ready(served)
-        await served.client.post("/v1/feedback", json={"session_id": "run-1", "msg_ids": [IDS[1]], "value": 1})
-        await served.client.post("/v1/feedback", json={"session_id": "run-1", "msg_ids": ["mine", IDS[1]], "value": 1})
-        events = served.bus.events(Feedback)
-        assert [(event.session_key, event.msg_ids) for event in events] == [
-            (KEYS[1], (IDS[1],)),
-            (KEYS[0], ("mine",)),
-            (KEYS[1], (IDS[1],)),
-        ]
-
-
 def over(sessions: int) -> list[str]:
     return [ids.response_id(ids.session_key("default", f"s{number}")) for number in range(sessions)]
 
@@ -147,11 +134,9 @@ async def test_a_request_is_charged_for_what_it_causes(tmp_path: Path, path: str
     [
         ({"value": 1}, 400, "must name the target of the feedback"),
         ({"session_id": "a"}, 400, "feedback is empty"),
-        ({"session_id": "a", "value": "1"}, 400, "value: must be a number"),
         ({"session_id": "a", "value": float("nan")}, 400, "finite"),
         ({"session_id": "a", "value": 1, "withdrawn": True}, 400, "withdrawn"),
         ({"session_id": "a\u0000b", "value": 1}, 400, "session_id"),
-        ({"session_id": "a", "value": 1, "sorce": "x"}, 400, "did you mean 'source'?"),
         ({"msg_ids": IDS * 2048, "value": 1}, 400, "msg_ids"),
         ({"msg_ids": "abc", "value": 1}, 400, "msg_ids"),
         ([], 400, "object"),
