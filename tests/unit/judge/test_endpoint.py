@@ -78,7 +78,7 @@ async def test_an_answer_counts_whatever_its_bill_is(llm: FakeLLM, usage: object
 async def test_no_message_quotes_the_key_that_the_endpoint_repeats(llm: FakeLLM, padding: int) -> None:
     message = f"{'x' * padding} Incorrect API key provided: sk-0123456789abcdef"
     for body in (json.dumps({"error": {"message": message}}), message):
-        llm.then(fake_llm.raw(body.encode(), 401))
+        llm.then(lambda _call, body=body: Reply(raw=body.encode(), status=401))  # type: ignore[misc]
         with pytest.raises(EndpointUnavailable) as refused:
             await complete(llm, key="sk-0123456789abcdef")
         assert "sk-0" not in str(refused.value)

@@ -303,7 +303,7 @@ async def test_an_endpoint_that_turns_out_to_be_a_gateway_fails_and_the_judge_co
     async with judge(settings(llm, retry={"attempts_max": 1}), data_dir) as rig:
         await rig.bench.deliver(trajectory("t1"))
         (failed,) = await rig.judged()
-        await rig.bench.deliver(trajectory("t2"))
+        await rig.bench.deliver(trajectory("t2", tenant="other"))
         rewards = await rig.judged(2)
     assert failed.outcome == "failed"
     assert "judge.endpoint.is_gateway = false" in str(failed.reason)

@@ -26,7 +26,7 @@ from tests.support.turns import ask, closed, feedback, user
 
 TRAJECTORY = json.dumps(event_examples("trajectories")["two-turns"]).encode()
 CODE = """
-    import asyncio, os, signal, subprocess, sys, time
+    import asyncio, os, signal, subprocess, sys, threading, time
 
     def answer(trajectory, context):
         return 1.0 if trajectory.final_answer == context["expected"] else 0.0
@@ -84,6 +84,17 @@ CODE = """
         os.chdir("/")
         signal.alarm(1)
         return 1.0
+
+    def leaves_a_thread():
+        def end():
+            time.sleep(1)
+            os._exit(7)
+        threading.Thread(target=end, daemon=True).start()
+        return 0.5
+
+    def takes_two_seconds():
+        time.sleep(2)
+        return 0.75
 
     def is_where_it_began():
         time.sleep(1.2)
@@ -177,6 +188,13 @@ async def test_a_function_leaves_neither_a_working_directory_nor_a_timer_to_the_
         assert await verdict(pool, "is_where_it_began") == ("scored", 1.0)
 
 
+async def test_a_process_that_an_earlier_call_ends_fails_no_other_call(code: Path) -> None:
+    async with started(code, "leaves_a_thread", "takes_two_seconds", "dies") as pool:
+        assert await verdict(pool, "leaves_a_thread") == ("scored", 0.5)
+        assert await verdict(pool, "takes_two_seconds") == ("scored", 0.75)
+        assert await verdict(pool, "dies") == ("failed", None)
+
+
 async def test_processes_work_side_by_side(code: Path) -> None:
     async with started(code, "pid", function_workers=2) as pool:
         pids = await asyncio.gather(*(verdict(pool, "pid") for _ in range(8)))
@@ -201,7 +219,6 @@ async def test_code_is_reloaded_on_request_and_a_broken_file_changes_nothing(cod
         assert await verdict(pool, "score") == ("scored", 2.0)
         (process,) = pool._members
         os.kill(process._process.pid, 9)
-        assert (await verdict(pool, "score"))[0] == "failed"
         assert await verdict(pool, "score") == ("scored", 2.0), "its successor runs the same code, not the file"
 
 

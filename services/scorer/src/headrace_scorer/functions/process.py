@@ -39,6 +39,8 @@ class FunctionProcess:
         self._process = process
         self.loaded = loaded
         self.dead = False
+        self.calls = 0
+        """Number of calls that the process was given."""
 
     @classmethod
     async def start(cls, request: LoadRequest, passed_on: Sequence[str] = ()) -> FunctionProcess:
@@ -87,6 +89,7 @@ class FunctionProcess:
 
         A function that exceeds `timeout_s` or ends the process gets the outcome `timed_out` or `failed`.
         """
+        self.calls += 1
         try:
             async with asyncio.timeout(timeout_s):
                 return Outcome.model_validate_json(await self._exchange(call.model_dump_json().encode(), trajectory))
@@ -171,7 +174,17 @@ class FunctionPool:
         log.info("functions_loaded", functions=[function.name for function in self.functions], again=bool(before))
 
     async def call(self, call: CallRequest, trajectory: bytes) -> Outcome:
-        """Wait for a free process, and call one function in it."""
+        """Wait for a free process, and call one function in it.
+
+        If a process ends that has run other calls before, the call is repeated once, because one of them may have left
+        a thread or a damaged module that ended it.
+        """
+        outcome, process = await self._call_once(call, trajectory)
+        if process.dead and process.calls > 1 and outcome.outcome == "failed":
+            outcome, _ = await self._call_once(call, trajectory)
+        return outcome
+
+    async def _call_once(self, call: CallRequest, trajectory: bytes) -> tuple[Outcome, FunctionProcess]:
         process = await self._idle.get()
         began = time.monotonic()
         outcome = await process.call(call, trajectory, self._settings.function_timeout_s)
@@ -186,7 +199,7 @@ class FunctionPool:
             await self._replace()
         else:
             self._idle.put_nowait(process)
-        return outcome
+        return outcome, process
 
     async def _replace(self) -> None:
         """Start a process in place of one that ended. Retry until it starts, so that the pool never gets smaller."""
