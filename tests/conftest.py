@@ -56,6 +56,15 @@ def embedded_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     broker.stop()
 
 
+@pytest.fixture(scope="module")
+def module_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Bootstrap address of an embedded broker for the tests of one module alone."""
+    broker = BrokerProcess(tmp_path_factory.mktemp("broker"))
+    broker.start()
+    yield broker.address
+    broker.stop()
+
+
 @pytest.fixture(scope="session")
 def kafka_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Bootstrap address of a real Apache Kafka."""

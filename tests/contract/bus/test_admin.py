@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
 
@@ -146,26 +146,17 @@ async def test_every_policy_is_on_the_bus(bus: str, admin: AIOKafkaAdminClient) 
     assert [line for line in logs if line["event"] == "topic_differs"] == []
 
 
-@pytest.fixture(scope="module")
-def own_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield a bus without topics, because these tests create topics with wrong settings."""
-    broker = BrokerProcess(tmp_path_factory.mktemp("broker"))
-    broker.start()
-    yield broker.address
-    broker.stop()
-
-
 @pytest.fixture
-async def own_admin(own_bus: str) -> AsyncIterator[AIOKafkaAdminClient]:
-    async with administering(own_bus) as client:
+async def own_admin(module_bus: str) -> AsyncIterator[AIOKafkaAdminClient]:
+    async with administering(module_bus) as client:
         yield client
         await client.delete_topics(list(await client.list_topics()))
 
 
-async def test_what_somebody_changed_stays_and_is_told(own_bus: str, own_admin: AIOKafkaAdminClient) -> None:
+async def test_what_somebody_changed_stays_and_is_told(module_bus: str, own_admin: AIOKafkaAdminClient) -> None:
     await own_admin.create_topics([NewTopic("routing", 1, 1, topic_configs={"cleanup.policy": "delete"})])
     with capture_logs() as entries:
-        await topics.ensure(BusSettings(address=own_bus))
+        await topics.ensure(BusSettings(address=module_bus))
     differences = {(entry["topic"], entry["setting"]): entry for entry in entries if entry["event"] == "topic_differs"}
     policy = differences["routing", "cleanup.policy"]
     assert (policy["bus"], policy["file"], policy["log_level"]) == ("delete", "compact", "warning")
@@ -174,11 +165,11 @@ async def test_what_somebody_changed_stays_and_is_told(own_bus: str, own_admin: 
 
 
 async def test_topics_of_sessions_with_different_partitions_stop_the_start(
-    own_bus: str, own_admin: AIOKafkaAdminClient
+    module_bus: str, own_admin: AIOKafkaAdminClient
 ) -> None:
     await own_admin.create_topics([NewTopic("turns", 12, 1)])
     with pytest.raises(SettingError, match=r"equal numbers of partitions; they have .*feedback 4.* turns 12"):
-        await topics.ensure(BusSettings(address=own_bus))
+        await topics.ensure(BusSettings(address=module_bus))
     assert set(await own_admin.list_topics()) == {"turns"}, "and nothing was made"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,6 @@ from headrace_schemas import Replica, Routing, Turn
 from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
 from tests.support.processes import wait_until
-from tests.support.servers import BrokerProcess
 from tests.support.service_process import BusView, GatewayProcess, ReplicaProcess, bus_view, wait_healthy
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -77,17 +76,9 @@ class GatewayRig:
     scissors: Scissors
 
 
-@pytest.fixture(scope="module")
-def own_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    broker = BrokerProcess(tmp_path_factory.mktemp("broker"))
-    broker.start()
-    yield broker.address
-    broker.stop()
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def rig(tmp_path_factory: pytest.TempPathFactory, own_bus: str) -> AsyncIterator[GatewayRig]:
-    folder, bus = tmp_path_factory.mktemp("rig"), own_bus
+async def rig(tmp_path_factory: pytest.TempPathFactory, module_bus: str) -> AsyncIterator[GatewayRig]:
+    folder, bus = tmp_path_factory.mktemp("rig"), module_bus
     data = folder / "data"
     replica, gateway = ReplicaProcess(data, bus), GatewayProcess(data, bus)
     scissors = Scissors(replica.port)

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import random
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx2
@@ -21,7 +20,6 @@ from headrace_schemas import Checkpoint
 from tests.integration.conftest import RegistryRig
 from tests.support import servers, tiny_model
 from tests.support.processes import is_open
-from tests.support.servers import BrokerProcess
 
 MODEL = "opponent"
 KILLS = 4
@@ -129,18 +127,9 @@ async def test_a_pair_of_aliases_is_never_half_moved(empty_bus: str, tmp_path: P
         assert moved[1] > 0, "some came second, and were told"
 
 
-@pytest.fixture(scope="module")
-def own_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Yield the address of a broker for these tests alone, because the registry manages every model on its bus."""
-    broker = BrokerProcess(tmp_path_factory.mktemp("broker"))
-    broker.start()
-    yield broker.address
-    broker.stop()
-
-
 @pytest.mark.long
-async def test_promotion_survives_kill_9_in_the_middle_of_the_gate(own_bus: str, tmp_path: Path) -> None:
-    rig = RegistryRig(own_bus, tmp_path)
+async def test_promotion_survives_kill_9_in_the_middle_of_the_gate(module_bus: str, tmp_path: Path) -> None:
+    rig = RegistryRig(module_bus, tmp_path)
     async with rig.open():
         process, url = rig.registry()
         first = await rig.publish("life", 0)
@@ -167,8 +156,8 @@ async def test_promotion_survives_kill_9_in_the_middle_of_the_gate(own_bus: str,
         await rig.until(lambda: rig.champion("life") == first, "the rollback on the bus")
 
 
-async def test_a_published_version_is_decided_at_once_and_not_at_the_next_poll(own_bus: str, tmp_path: Path) -> None:
-    rig = RegistryRig(own_bus, tmp_path)
+async def test_a_published_version_is_decided_at_once_and_not_at_the_next_poll(module_bus: str, tmp_path: Path) -> None:
+    rig = RegistryRig(module_bus, tmp_path)
     rig.set({"HEADRACE_REGISTRY__POLL_S": "3600"})
     async with rig.open():
         rig.registry()
@@ -180,9 +169,9 @@ async def test_a_published_version_is_decided_at_once_and_not_at_the_next_poll(o
 
 @pytest.mark.postgres
 async def test_a_standby_takes_over_from_a_killed_leader(
-    own_bus: str, tmp_path: Path, postgres: servers.PostgresNode
+    module_bus: str, tmp_path: Path, postgres: servers.PostgresNode
 ) -> None:
-    rig = RegistryRig(own_bus, tmp_path, postgres.empty_url())
+    rig = RegistryRig(module_bus, tmp_path, postgres.empty_url())
     model = "standby"
     async with rig.open(), httpx2.AsyncClient(timeout=10) as http:
         processes = {url: process for process, url in (rig.registry(), rig.registry())}

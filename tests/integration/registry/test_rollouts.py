@@ -9,7 +9,7 @@ import json
 import random
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,6 @@ from tests.attack.stacks import beside
 from tests.integration.conftest import RegistryRig, circle
 from tests.support.fake_replica import Called, FakeReplica, Fault, Generation
 from tests.support.gateway import routing
-from tests.support.servers import BrokerProcess
 from tests.support.service_process import BusView, GatewayProcess, ServiceProcess, bus_view, wait_healthy
 
 MODEL = "street"
@@ -41,23 +40,15 @@ ROLLOUT = {
 }
 
 
-@pytest.fixture(scope="module")
-def own_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    broker = BrokerProcess(tmp_path_factory.mktemp("broker"))
-    broker.start()
-    yield broker.address
-    broker.stop()
-
-
 @pytest.mark.long
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("better", [False, True])
-async def test_a_rollout_outlives_kill_9_at_any_moment(own_bus: str, tmp_path: Path, better: bool) -> None:
+async def test_a_rollout_outlives_kill_9_at_any_moment(module_bus: str, tmp_path: Path, better: bool) -> None:
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     dice = random.Random(seed)
     model = f"{MODEL}-{better}".lower()
-    rig = RegistryRig(own_bus, tmp_path)
+    rig = RegistryRig(module_bus, tmp_path)
     rig.set({f"HEADRACE_REGISTRY__ROLLOUT__{name}": value for name, value in ROLLOUT.items()})
     async with rig.open():
         process, _ = rig.registry()
@@ -141,16 +132,16 @@ def _turn(key: str, model: str, version: str) -> Turn:
 
 
 @pytest.mark.long
-async def test_a_decision_reaches_every_gateway_within_a_second(own_bus: str, tmp_path: Path) -> None:
+async def test_a_decision_reaches_every_gateway_within_a_second(module_bus: str, tmp_path: Path) -> None:
     """Measure the seconds from the decision's record to the first turn of the session with another version.
 
     The best of several measurements counts, because the machine may be busy.
     """
-    async with circle(tmp_path, own_bus, FakeReplica()) as rig:
+    async with circle(tmp_path, module_bus, FakeReplica()) as rig:
         old = f"{rig.model}@0123456789abcdef"
         new = f"{rig.model}@{'9' * 16}"
         rig.replicas[0].versions = (old, new)
-        other = GatewayProcess(tmp_path / "other", own_bus)
+        other = GatewayProcess(tmp_path / "other", module_bus)
         await asyncio.to_thread(other.start)
         took: list[float] = []
         try:

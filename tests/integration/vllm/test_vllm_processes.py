@@ -1,6 +1,8 @@
-"""Tests of replicas with vLLM as processes behind a gateway: swapped under load, refused, and killed (P3, P8).
+"""Tests of vLLM: replicas as processes behind a gateway (P3, P8), and restricted answers that are trained.
 
-The tests depend on each other in this order, because an engine core takes a minute to start.
+Replicas are swapped under load, refused, and killed. Their tests depend on each other in this order, because an engine
+core takes a minute to start. Answers restricted by a grammar or truncation are trained with the token sets that vLLM
+sampled from; its masks come from `HeadraceBackend`, and the tolerances are those of float32 on a CPU.
 """
 
 from __future__ import annotations
@@ -12,25 +14,93 @@ import os
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx2
+import numpy as np
 import openai
 import psutil
 import pytest
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
+from headrace_inference.chat.tokenizer import ChatTokenizer
+from headrace_inference.vllm_engine.engine import VllmEngine
+from headrace_inference.vllm_engine.settings import VllmSettings
+from headrace_runtime.storage import versions
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_schemas import LoadedVersion, Replica, Routing, ServedVersion, Turn
+from headrace_schemas import LoadedVersion, Replica, Routing, ServedVersion, TokenGrammar, Turn
 from headrace_schemas.values.base import utcnow
 from tests.contract.engine.ground import Stored, recomputed
-from tests.support import presence, tiny_model
+from tests.support import presence, restricted, tiny_model
 from tests.support.servers import BrokerProcess
 from tests.support.service_process import GatewayProcess, ReplicaProcess, bus_view, wait_healthy
+
+DIFFERENCE_MAX = 1e-4
+ENGINE = VllmSettings(dtype="float32", sequences_max=restricted.PARALLEL, context_tokens_max=512, batch_tokens_max=256)
+WAYS: tuple[restricted.Json, ...] = (
+    {"top_k": 5}, {"top_p": 0.2}, {"top_p": 0.3, "top_k": 40, "temperature": 0.7}, {"min_p": 0.4, "top_k": 60},
+    {"min_p": 0.4, "top_p": 0.2, "temperature": 1.25},
+)  # fmt: skip
+"""Each leaves fewer tokens than vLLM can report."""
+
+
+def masks_of(tokenizer: ChatTokenizer, record: TokenGrammar, token_ids: Sequence[int]) -> list[NDArray[np.int32]]:
+    """Return the masks that vLLM's engine core applies at each position of an answer."""
+    from vllm.config import StructuredOutputsConfig
+    from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+
+    from headrace_inference.vllm_engine.masks import HeadraceBackend
+
+    config: Any = SimpleNamespace(structured_outputs_config=StructuredOutputsConfig(backend="guidance"))
+    backend = HeadraceBackend(config, tokenizer=tokenizer.transformers_tokenizer, vocab_size=restricted.VOCABULARY)
+    grammar = backend.compile_grammar(StructuredOutputOptions.GRAMMAR, record.text, {*record.stop_ids})
+    masks = []
+    for token in token_ids:
+        bitmask = backend.allocate_token_bitmask(1)
+        grammar.fill_bitmask(bitmask, 0)
+        masks.append(bitmask[0].numpy().copy())
+        assert grammar.accept_tokens("r", [token])
+    return masks
+
+
+@pytest.fixture
+async def replica(tmp_path: Path) -> AsyncIterator[restricted.Replica]:
+    presence.need("vllm")
+    from headrace_inference.vllm_engine.library import VllmLibrary
+
+    base = tiny_model.build(tmp_path / "base", layers=1)
+    blobs = BlobStore((tmp_path / "blobs").as_uri())
+    manifest = versions.read_manifest(blobs, tiny_model.publish(blobs, base).manifest)
+    engine = VllmEngine(ENGINE, VllmLibrary(ENGINE))
+    await engine.load(base, manifest)
+    tokenizer = ChatTokenizer(base, manifest)
+    replica = restricted.Replica(engine, tokenizer, manifest, base, masks_of=partial(masks_of, tokenizer))
+    yield replica
+    replica.grammars.close()
+    await engine.stop()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+async def test_restricted_answers_of_vllm_are_trained(
+    replica: restricted.Replica, record_property: Callable[[str, object], None]
+) -> None:
+    differences = {
+        "schemas": await restricted.play_json_answers(replica, 200),
+        "forced_calls": await restricted.play_forced_calls(replica, 500),
+        "truncated": await restricted.play_truncated_answers(replica, 500, WAYS),
+    }
+    for name, difference in differences.items():
+        record_property(name, difference)
+    assert max(differences.values()) < DIFFERENCE_MAX
+
 
 pytestmark = pytest.mark.timeout(3600)
 START_S, STEP_S = 1500, 600
@@ -47,10 +117,7 @@ VLLM = {
     "INFERENCE__VLLM__ADAPTER_RANK_MAX": RANK_MAX,
     "INFERENCE__VLLM__START_TIMEOUT_S": START_S,
 }
-PATIENT = {
-    "GATEWAY__UPSTREAM__ROUTING_WAIT_S": STEP_S,
-    "GATEWAY__UPSTREAM__HOLD_S": STEP_S,
-}
+PATIENT = {"GATEWAY__UPSTREAM__ROUTING_WAIT_S": STEP_S, "GATEWAY__UPSTREAM__HOLD_S": STEP_S}
 """Replicas are killed here, which closes their connections at once: no test waits for one that hangs."""
 
 
@@ -119,7 +186,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmRig]:
     try:
         with ThreadPoolExecutor(3) as pool:
             starting = [pool.submit(starting_process.start, START_S) for starting_process in (first, second, gateway)]
-            running = _rig(root, broker.address, data, blobs, gateway, (first, second))
+            running = _rig(root, broker.address, blobs, gateway, (first, second))
             for started in starting:
                 started.result()
         yield running
@@ -130,12 +197,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmRig]:
 
 
 def _rig(
-    root: Path,
-    bus: str,
-    data: Path,
-    blobs: BlobStore,
-    gateway: GatewayProcess,
-    replicas: tuple[ReplicaProcess, ReplicaProcess],
+    root: Path, bus: str, blobs: BlobStore, gateway: GatewayProcess, replicas: tuple[ReplicaProcess, ReplicaProcess]
 ) -> VllmRig:
     folder = _talkative(tiny_model.build(root / "base"))
     base = tiny_model.publish(blobs, folder)
@@ -157,7 +219,7 @@ def _rig(
     }
     weights = blobs.ref((damaged / "adapter_model.safetensors").read_bytes())
     Path(weights.uri.removeprefix("file://")).write_bytes(b"not what it was")
-    return VllmRig(bus, data, gateway, replicas, base, adapters, folders, broken)
+    return VllmRig(bus, root / "data", gateway, replicas, base, adapters, folders, broken)
 
 
 def _talkative(folder: Path) -> Path:

@@ -1,17 +1,30 @@
-"""Tests of the branch graph: token prefixes match exactly, and each sampled token is in one span of one branch (P2)."""
+"""Tests of the branch graph, and of the cost of dividing a session into runs.
+
+Token prefixes match exactly, and each sampled token is in one span of one branch (P2). A session may have thousands of
+turns, and a client may choose them: equal requests, retries, equal answers, long prompts, feedback that lists them. The
+division happens in one piece, and all other sessions wait for it, so its cost must grow about as the session does.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import random
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_collector.branches import build_branches
+from headrace_collector.facts import TurnFacts
 from headrace_collector.prompts import Prompts
+from headrace_collector.runs import RunListing, partition_runs
 from headrace_schemas import Branch, Choice, Grammar, Sampling, TokenGrammar, Turn
 from headrace_schemas.rules.turn_history import TurnHistory
+from tests.support.machine import count_operations
 from tests.support.turns import EOS, after, ask, extending, render, said, text_ids, tool, user
 
 GREEDY = Sampling(temperature=0.0)
@@ -255,3 +268,117 @@ def test_branches_never_fork_without_need(turns: list[Turn]) -> None:
                     if line.token_ids[: span.stop] == context[: span.stop]
                 ]
                 assert continued, "it could have gone on from a line that ends here, and that is the longest"
+
+
+Session = tuple[Sequence[TurnFacts], Sequence[RunListing]]
+
+
+def digest(*values: object) -> bytes:
+    return b"\0" + hashlib.blake2b(repr(values).encode(), digest_size=7).digest()
+
+
+def facts_of_turn(
+    number: int,
+    *prefixes: bytes,
+    reply: bytes | None = None,
+    request: str | None = None,
+    retry: int = 0,
+    repeats: str | None = None,
+) -> TurnFacts:
+    return TurnFacts(
+        turn_id=f"t{number:06}",
+        model="m",
+        explicit=False,
+        task_id=None,
+        run_id=None,
+        request_digest=request or str(number),
+        retry=retry,
+        delivered=True,
+        log_offset=number,
+        time_ms=number,
+        seen_ms=number,
+        completions=1,
+        tokens=8,
+        prefixes=prefixes or (digest("prompt", number),),
+        replies=(digest("reply", number) if reply is None else reply,),
+        repeats=repeats,
+    )
+
+
+PROMPT, REPLY = digest("prompt"), digest("reply")
+
+
+def equal_requests(size: int) -> Session:
+    return [facts_of_turn(n, PROMPT, reply=REPLY, request="x") for n in range(size)], []
+
+
+def counted_retries(size: int) -> Session:
+    return [facts_of_turn(n, PROMPT, request="x", retry=n % 50) for n in range(size)], []
+
+
+def retries_of_a_continued_answer(size: int) -> Session:
+    attempts = [facts_of_turn(n, PROMPT, reply=REPLY, request="x", retry=n) for n in range(size)]
+    return [*attempts, facts_of_turn(size, PROMPT, REPLY, digest("next"))], []
+
+
+def repeats(size: int) -> Session:
+    return [facts_of_turn(n, PROMPT, request="x", repeats="t000000") for n in range(size)], []
+
+
+def equal_answers(size: int) -> Session:
+    answers = [facts_of_turn(n, PROMPT, reply=REPLY) for n in range(size // 2)]
+    return [*answers, *(facts_of_turn(size + n, PROMPT, REPLY, digest("next", n)) for n in range(size // 2))], []
+
+
+def rewritten_answers(size: int) -> Session:
+    answers = [facts_of_turn(n, PROMPT, reply=digest("reply", n)) for n in range(size // 2)]
+    return [
+        *answers,
+        *(facts_of_turn(size + n, PROMPT, digest("other"), digest("next", n)) for n in range(size // 2)),
+    ], []
+
+
+def listings(size: int) -> Session:
+    return [facts_of_turn(n) for n in range(size)], [
+        RunListing(frozenset([f"t{n:06}"]), None, None, n) for n in range(size)
+    ]
+
+
+def overlapping_listings(size: int) -> Session:
+    pairs = [frozenset([f"t{n:06}", f"t{n + 1:06}"]) for n in range(size)]
+    return [facts_of_turn(n) for n in range(size)], [RunListing(pair, None, None, n) for n, pair in enumerate(pairs)]
+
+
+def listings_of_named_runs(size: int) -> Session:
+    pairs = [frozenset([f"t{n:06}", f"t{n + 1:06}"]) for n in range(size)]
+    return [facts_of_turn(n) for n in range(size)], [RunListing(pair, None, str(n), n) for n, pair in enumerate(pairs)]
+
+
+SESSIONS = (
+    equal_requests,
+    counted_retries,
+    retries_of_a_continued_answer,
+    repeats,
+    equal_answers,
+    rewritten_answers,
+    listings,
+    overlapping_listings,
+    listings_of_named_runs,
+)
+
+
+@pytest.mark.parametrize("session", SESSIONS)
+def test_division_into_runs_costs_about_as_much_as_the_session_is_large(session: Callable[[int], Session]) -> None:
+    small, large = (count_operations(partial(partition_runs, *session(size))) for size in (100, 800))
+    assert large < 14 * small
+
+
+def test_long_prompts_are_not_compared_with_each_other() -> None:
+    """1,600 turns with prompts of 100 messages took 15 s, in which no other session was served."""
+    turns = [
+        facts_of_turn(n, *(digest(n, position) for position in range(100)), request="x", retry=n % 2, repeats="t000000")
+        for n in range(1600)
+    ]
+    began_s = time.thread_time()
+    partition_runs(turns, [])
+    assert time.thread_time() - began_s < 3.0

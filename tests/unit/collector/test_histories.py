@@ -1,22 +1,24 @@
 """Tests of conversation histories that clients rewrite.
 
 Each sampled token is in exactly one span, and runs and forks are divided correctly. A retried request is credited once;
-all parallel samples of the same prompt count (pitfalls 20 and 21).
+all parallel samples of the same prompt count (pitfalls 20 and 21). Equal answers are told apart by their contents.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 
 from headrace_collector.branches import build_branches
-from headrace_collector.facts import TurnContent, turn_facts
+from headrace_collector.continuations import EqualReplies
+from headrace_collector.facts import Contents, TurnContent, TurnFacts, turn_facts
 from headrace_collector.retries import superseded_turns
 from headrace_collector.runs import SessionRun, partition_runs
 from headrace_gateway.access.keys import ALL_SCOPES, Caller
@@ -24,9 +26,11 @@ from headrace_gateway.requests.identity import RequestMetadata, identify
 from headrace_gateway.settings import LimitSettings
 from headrace_schemas import Message, Turn
 from headrace_schemas.rules.turn_history import token_bytes
+from tests.support.machine import count_operations
 from tests.support.presence import draw_seed
 from tests.support.tokenizer_families import TEMPLATES, render
 from tests.support.turns import START, after, ask, user
+from tests.unit.collector.test_branches import equal_answers, facts_of_turn
 
 HISTORIES = 125
 """Histories for each of the eight families."""
@@ -310,3 +314,77 @@ def test_repeated_request_of_an_unnamed_session_is_another_user() -> None:
 def test_repeated_turn_of_another_request_or_session_is_not_superseded() -> None:
     first = ask([user("p")], "a", at=0, delivered=False)
     assert superseded_ids(first, call("b", at=5, repeats=first.turn_id), call("c", repeats="unknown")) == {}
+
+
+def assistant_message(text: str, *call_ids: str) -> Message:
+    calls = [{"id": call_id, "type": "function", "function": {"name": "f", "arguments": "{}"}} for call_id in call_ids]
+    return Message.model_validate({"role": "assistant", "content": text, "tool_calls": calls or None})
+
+
+@pytest.mark.parametrize("differing", ["nothing", "tokens", "calls", "nested tokens"])
+def test_equal_answers_are_told_apart_by_their_contents_without_comparing_all(differing: str) -> None:
+    """The conversations of a session may be equal for its messages and differ in what the client does not send back."""
+    question = Message(role="user", content="q")
+
+    def contents(turns: Sequence[TurnFacts]) -> Contents:
+        by_turn: dict[str, TurnContent] = {}
+        for number, item in enumerate(turns):
+            index = number % (len(turns) // 2)
+            tokens = index.to_bytes(4, "little") if differing == "tokens" else b"\1" * 4
+            tokens *= index + 1 if differing == "nested tokens" else 1
+            answer = assistant_message("a", f"call{index}") if differing == "calls" else assistant_message("a")
+            reply = tokens + b"\2" * 8
+            following = TurnContent(reply + b"\3" * 4, (b"",), (question, answer, question), (assistant_message("a"),))
+            first = TurnContent(tokens, (reply,), (question,), (answer,))
+            by_turn[item.turn_id] = following if len(item.prefixes) > 1 else first
+        return by_turn
+
+    def divide(size: int) -> None:
+        turns, _ = equal_answers(size)
+        partition = partition_runs(turns, [], contents(turns))
+        assert len(partition.runs) == size // 2, "each answer is continued once"
+        if differing != "nothing":
+            pairs = {frozenset(turn.log_offset % size for turn in run.turns) for run in partition.runs}
+            assert all(len(pair) == 1 for pair in pairs), "each by the turn that has its content"
+
+    small, large = (count_operations(partial(divide, size)) for size in (100, 800))
+    assert large < 14 * small
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_chosen_answer_is_that_of_a_comparison_with_all(seed: int) -> None:
+    draw = random.Random(seed)
+    replies, candidates = EqualReplies(), []
+    for number in range(draw.randrange(1, 40)):
+        calls = [f"c{draw.randrange(4)}" for _ in range(draw.randrange(3))]
+        sequence = b"".join(draw.choice([b"\1\0\0\0", b"\2\0\0\0"]) for _ in range(draw.randrange(6)))
+        content = None if draw.random() < 0.2 else TurnContent(b"", (sequence,), (), (assistant_message("a", *calls),))
+        replies.add(facts_of_turn(number), 0, ("label",), content)
+        candidates.append((facts_of_turn(number), content))
+    continued: Counter[tuple[str, int]] = Counter()
+    for _ in range(60):
+        prompt = b"".join(draw.choice([b"\1\0\0\0", b"\2\0\0\0"]) for _ in range(draw.randrange(8)))
+        echoed = [
+            assistant_message(draw.choice(["", "with c1."]), f"c{draw.randrange(4)}"),
+            assistant_message("see 'c3' and c2"),
+        ]
+        content_of_turn = (
+            None if draw.random() < 0.2 else TurnContent(prompt, (), tuple(draw.sample(echoed, draw.randrange(3))), ())
+        )
+
+        def rank(
+            candidate: tuple[TurnFacts, TurnContent | None], content_of_turn: TurnContent | None = content_of_turn
+        ) -> tuple[int, ...]:
+            item, content = candidate
+            count = continued[item.turn_id, 0]
+            if content_of_turn is None or content is None:
+                return 0, 0, count, item.log_offset
+            calls = content.call_ids(0)
+            length = len(content.sequences[0]) if content_of_turn.prompt.startswith(content.sequences[0]) else 0
+            return -len(content_of_turn.echoed_words(calls)), -length, count, item.log_offset
+
+        expected = min(candidates, key=rank)[0]
+        reply = replies.best(content_of_turn, continued)
+        assert reply is not None
+        assert reply[0].turn_id == expected.turn_id
+        continued[expected.turn_id, 0] += 1
