@@ -12,6 +12,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +38,7 @@ from headrace_cli.demo.measures import (
 from headrace_cli.demo.report import Report, SeedsReport, ShownTask
 from headrace_cli.demo.runner import _example
 from headrace_operations.supervisor.state import StartFailed
-from headrace_schemas import Experience, TrainingMetrics
+from headrace_schemas import Experience, ModelEvent, TrainingMetrics
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SEARCH = recipe.read(EXAMPLES / "email_search")
@@ -305,6 +306,13 @@ async def test_the_wait_for_an_incomplete_batch_ends(monkeypatch: pytest.MonkeyP
         await polls_until_settled(monkeypatch, [experience_event("a")], [trained("a")], [trained(undone=["a"])])
         == 2 + 21
     )
+
+
+def test_a_withdrawn_version_is_decided() -> None:
+    watch, version = Watch("bus", "m"), "m@" + "a" * 16
+    fields = {"time": datetime.now(UTC), "decision_id": "d", "model": "m", "decision": "withdrawn"}
+    watch._add(ModelEvent.model_validate({**fields, "version": version}))
+    assert version in watch.rejected
 
 
 async def test_a_row_waits_for_the_newest_version_to_serve(monkeypatch: pytest.MonkeyPatch) -> None:

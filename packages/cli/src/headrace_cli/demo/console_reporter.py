@@ -192,7 +192,7 @@ class Watch:
     scores: dict[str, VersionAudit] = field(default_factory=dict)
     """Audit score by version, in the order of evaluation; only versions that served have one."""
     rejected: dict[str, datetime] = field(default_factory=dict)
-    """Versions that the gate refused, with the time."""
+    """Versions that were refused or withdrawn, with the time."""
     champions: list[str] = field(default_factory=list)
     """Versions that took over, in order; the first one is the base."""
     registered: dict[str, datetime] = field(default_factory=dict)
@@ -242,7 +242,7 @@ class Watch:
             if event.version in self.registered:
                 waited = event.time - self.registered[event.version]
                 self.takeover_s.setdefault(event.version, waited.total_seconds())
-        elif event.decision == "rejected":
+        elif event.decision in ("rejected", "withdrawn"):
             self.rejected[event.version] = event.time
         elif event.decision == "rolled_back" and event.previous is not None:
             self.champions.append(event.previous)
