@@ -34,7 +34,7 @@ COMMAND = re.compile(
     r"([a-z][a-z-]*)((?: (?:NAME|GROUP)=(?:\"[^\"]+\"|[a-z][\w-]*))?)",
     re.MULTILINE,
 )
-NAMED_IN = ("*.md", ".ci/run", "*.yml", "pyproject.toml", "packages/*.py", "services/*.py", "tests/support/session.py")
+NAMED_IN = ("*.md", ".ci/run", "*.yml", "pyproject.toml", "packages/*.py", "services/*.py", "tests/support/presence.py")
 FORMER = {
     "attack": "check NAME=attack",
     "compose-test": "check NAME=compose",
