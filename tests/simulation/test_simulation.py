@@ -34,8 +34,7 @@ from headrace_scorer.reward_policy import RewardPolicy, SourceReward
 from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.lineage import opening
 from tests.simulation.process import world
-from tests.simulation.program import simulate, summary
-from tests.simulation.promises import PROMISES
+from tests.simulation.program import PROMISES, simulate, summary
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from tests.support.training_history import follow
 
 if TYPE_CHECKING:
     from tests.simulation.cluster import Cluster
-    from tests.simulation.promises import Check
+    from tests.simulation.program import Check
 
 
 def p3_versions(cluster: Cluster, that: Check) -> None:
