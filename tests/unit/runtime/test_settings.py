@@ -296,7 +296,15 @@ WRONG = [
     "-1",
     '"x"',
 ]
-WRONG += ["1979-05-27T07:32:00Z", '"\\u001b[31m"', '["a", 1, true]', "9" * 5000, "[" * 50 + "]" * 50]
+WRONG += [
+    "1979-05-27T07:32:00Z",
+    "1e12",
+    "9000000000000",
+    '"\\u001b[31m"',
+    '["a", 1, true]',
+    "9" * 5000,
+    "[" * 50 + "]" * 50,
+]
 MODELS: dict[str, type[ServiceSettings]] = {
     "broker": BrokerSettings,
     "collector": CollectorSettings,
@@ -347,6 +355,7 @@ def test_a_wrong_value_is_a_sentence(tmp_path: Path, service: str, name: str, ki
         if kinds & {int, float}:
             impossible = {"inf", "-inf", "nan", "1e400", "9" * 30, "-" + "9" * 30, "9" * 5000}
             impossible |= set() if bool in kinds else {"true"}
+            impossible |= {"1e12", "9000000000000"} if name.endswith("_s") and not name.endswith("_per_s") else set()
             assert value not in impossible or sentence, f"{name} = {value[:20]} is accepted"
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import math
+import re
 import stat
 import tomllib
 from collections.abc import Mapping
@@ -23,6 +24,10 @@ from headrace_schemas.values.errors import is_secret
 from headrace_schemas.values.text import closest, decode_text, is_storable
 
 _INTEGER_MAX = 2**63 - 1
+_DURATION = re.compile(r"(?<!_per)_s$")
+"""End of the name of a setting in seconds, as opposed to a rate."""
+_SECONDS_MAX = 3_153_600_000
+"""Largest duration. Dates with a longer one added or subtracted would end a service when it computes them."""
 _FILE_BYTES_MAX = 8 << 20
 """Maximum size of a TOML file in bytes. A file with 10,000 keys has 2 MB."""
 ENV_PREFIX = "HEADRACE_"
@@ -106,8 +111,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def check_plain(table: Mapping[str, Any], prefix: str = "") -> None:
-    """Check that no value is outside of what settings accept: not finite, beyond 64 bits, or a text with NUL. Raises
-    `SettingError`."""
+    """Check that no value is outside of what settings accept: not finite, beyond 64 bits, over a hundred years, or a
+    text with NUL. Raises `SettingError`."""
     for name, value in table.items():
         _check_value(f"{prefix}{name}", value)
 
@@ -122,6 +127,8 @@ def _check_value(name: str, value: object) -> None:
         raise SettingError(name, value, "must be a finite number")
     elif isinstance(value, int) and abs(value) > _INTEGER_MAX:
         raise SettingError(name, "(a long number)", f"must be between -{_INTEGER_MAX} and {_INTEGER_MAX}")
+    elif isinstance(value, int | float) and _DURATION.search(name) and value > _SECONDS_MAX:
+        raise SettingError(name, value, f"must be at most {_SECONDS_MAX}, a hundred years in seconds")
     elif isinstance(value, str) and not is_storable(value):
         raise SettingError(name, value, "must not contain NUL or lone surrogates; remove these characters")
 
