@@ -27,15 +27,9 @@ RANK = 16
 PROMPT = 0.25
 """Share of a sequence that is not trained."""
 NOMINAL_TFLOPS = {
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.4,
-    "H200": 989.4,
-    "GH200": 989.4,
-    "A100": 312.0,
-    "L40S": 362.0,
+    "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.4, "H200": 989.4, "GH200": 989.4, "A100": 312.0, "L40S": 362.0,
     "B200": 2250.0,
-}
+}  # fmt: skip
 """Dense bfloat16 rates from the makers' data sheets. The first name that occurs in the device's name applies."""
 
 

@@ -119,15 +119,9 @@ def mix(sequences: Sequence[SequenceTerms], _frozen: Sequence[Floats], p: Parame
 
 
 FORMULAS: Mapping[str, Formula] = {
-    "likelihood": likelihood,
-    "clipped": clipped,
-    "cispo": cispo,
-    "gspo": gspo,
-    "opmd": opmd,
-    "dpo": dpo,
-    "kto": kto,
+    "likelihood": likelihood, "clipped": clipped, "cispo": cispo, "gspo": gspo, "opmd": opmd, "dpo": dpo, "kto": kto,
     "mix": mix,
-}
+}  # fmt: skip
 
 
 def aggregated(losses: Sequence[Floats], shares: Sequence[float], mode: str, horizon: int) -> float:

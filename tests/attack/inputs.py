@@ -14,34 +14,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 LENGTHS = (
-    0,
-    1,
-    2,
-    15,
-    16,
-    17,
-    31,
-    32,
-    33,
-    63,
-    64,
-    65,
-    127,
-    128,
-    129,
-    255,
-    256,
-    257,
-    1023,
-    1024,
-    1025,
-    4095,
-    4096,
-    4097,
-    8191,
-    8192,
-    16_385,
-)
+    0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025, 4095, 4096, 4097, 8191,
+    8192, 16_385,
+)  # fmt: skip
 """Lengths at and just beyond the limits of lists, dictionaries and texts."""
 _VALUES_MAX = 50_000
 """Maximum number of values that one change adds: a list of long lists would only measure how fast JSON is written."""

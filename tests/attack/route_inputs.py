@@ -264,13 +264,7 @@ _CHAT_ROUTES: tuple[tuple[str, _Template], ...] = (
     ("/v1/messages", _messages),
 )
 _OTHER_ROUTES: tuple[tuple[str, _Template], ...] = (
-    ("/v1/feedback", _feedback),
-    ("/v1/feedback", _feedback),
-    ("/v1/feedback", _feedback),
-    ("/feedback", _trinity),
-    ("/commit", _commit),
-    ("/v1/sessions/{}/end", _end),
-    ("/v1/trajectories", _trajectory),
-    ("/v1/models/{}", _nothing),
+    ("/v1/feedback", _feedback), ("/v1/feedback", _feedback), ("/v1/feedback", _feedback), ("/feedback", _trinity),
+    ("/commit", _commit), ("/v1/sessions/{}/end", _end), ("/v1/trajectories", _trajectory), ("/v1/models/{}", _nothing),
     ("/sessions/{}/v1/feedback", _feedback),
-)
+)  # fmt: skip

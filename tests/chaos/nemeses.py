@@ -373,12 +373,6 @@ class KillPostgres(Nemesis):
 NEMESES: Mapping[str, type[Nemesis]] = {
     nemesis.name: nemesis
     for nemesis in (
-        Kill,
-        Stop,
-        Partition,
-        Clock,
-        DiskFull,
-        KillPostgres,
-        BlobTrouble,
+        Kill, Stop, Partition, Clock, DiskFull, KillPostgres, BlobTrouble,
     )
-}
+}  # fmt: skip

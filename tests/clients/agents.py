@@ -12,13 +12,8 @@ from headrace_cli.commands.connect import AGENTS, Connection
 
 PROGRAMS = Path(__file__).parent / "programs"
 _LOOPS = (
-    "openai_chat",
-    "openai_responses",
-    "anthropic_messages",
-    "litellm_chat",
-    "litellm_responses",
-    "instructor_model",
-)
+    "openai_chat", "openai_responses", "anthropic_messages", "litellm_chat", "litellm_responses", "instructor_model",
+)  # fmt: skip
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "agents": (
         "openai", "anthropic", "openai-agents", "pydantic-ai-slim[openai,anthropic]", "langchain", "langchain-openai",

@@ -97,16 +97,10 @@ def examine(page: Page, path: str) -> dict[str, Any]:
     page.set_viewport_size(WIDE)
     unreached, without_ring = walk(page)
     return {
-        "path": path,
-        "status": reply.status,
-        "headings": page.locator("h1").count(),
-        "axe": axe,
-        "overflow_px": overflow,
-        "hidden_names": hidden_names,
-        "unreached": unreached,
-        "without_ring": without_ring,
+        "path": path, "status": reply.status, "headings": page.locator("h1").count(), "axe": axe,
+        "overflow_px": overflow, "hidden_names": hidden_names, "unreached": unreached, "without_ring": without_ring,
         "policy": page.evaluate("window.violations"),
-    }
+    }  # fmt: skip
 
 
 def walk(page: Page) -> tuple[list[str], list[str]]:

@@ -163,14 +163,9 @@ def hostile(browser: Browser, task: dict[str, Any]) -> dict[str, Any]:
         foreign = list(observer.foreign)
         planted = _planted(page, task["paths"][0], task["planted"])
     return {
-        "pages": len(slow),
-        "injected": injected,
-        "executed": executed,
-        "foreign": foreign,
-        "unready": unready,
-        "slowest": max(slow),
-        "planted": planted,
-    }
+        "pages": len(slow), "injected": injected, "executed": executed, "foreign": foreign, "unready": unready,
+        "slowest": max(slow), "planted": planted,
+    }  # fmt: skip
 
 
 def _planted(page: Page, path: str, text: str) -> bool:

@@ -173,17 +173,9 @@ def _summary(path: Path) -> dict[str, Any]:
 async def agent(base_url: str, out: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run the example's own program in a process; it finishes its current task at the end."""
     command = [
-        sys.executable,
-        "-m",
-        "email_agent.agent",
-        "--base-url",
-        base_url,
-        "--out",
-        str(out),
-        "--quiet",
-        "--concurrency",
-        "3",
-    ]
+        sys.executable, "-m", "email_agent.agent", "--base-url", base_url, "--out", str(out), "--quiet",
+        "--concurrency", "3",
+    ]  # fmt: skip
     process = await asyncio.create_subprocess_exec(*command, cwd=EXAMPLES, stdout=subprocess.DEVNULL)
     try:
         yield process

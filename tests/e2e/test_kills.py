@@ -45,14 +45,9 @@ ENVIRON = {**os.environ, "OMP_NUM_THREADS": "1"}
 """One thread builds so small a model as fast as two, which wait for each other on a busy machine."""
 
 TELLS = {
-    "broker": "turns",
-    "gateway": "turns",
-    "inference": "turns",
-    "collector": "trajectories",
-    "scorer": "experiences",
-    "trainer": "training-metrics",
-    "registry": "model-events",
-}
+    "broker": "turns", "gateway": "turns", "inference": "turns", "collector": "trajectories", "scorer": "experiences",
+    "trainer": "training-metrics", "registry": "model-events",
+}  # fmt: skip
 """Topic on which the work of each service is visible. The judge's work is visible at its endpoint only."""
 
 

@@ -60,16 +60,9 @@ def story(bus: Bus, version: str) -> None:
 
 def settings_of(table: dict[str, Any]) -> TrainerSettings:
     small = {
-        "model": "m",
-        "batch_experiences": 6,
-        "batch_experiences_min": 1,
-        "steps_per_version": 2,
-        "max_staleness": 20,
-        "save_interval_s": 1e-9,
-        "retry_s": 5.0,
-        "native": {"tokens": 0},
-        "compute": {"device": "cpu"},
-    }
+        "model": "m", "batch_experiences": 6, "batch_experiences_min": 1, "steps_per_version": 2, "max_staleness": 20,
+        "save_interval_s": 1e-9, "retry_s": 5.0, "native": {"tokens": 0}, "compute": {"device": "cpu"},
+    }  # fmt: skip
     return complete(TrainerSettings).model_validate({**small, **table})
 
 

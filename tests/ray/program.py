@@ -302,16 +302,9 @@ def _differing_reports(name: str, end: End, other: End, but: str = "") -> Line:
 
 
 PARTS: Mapping[str, Callable[[Bench], Iterator[Line]]] = {
-    "contract": contract,
-    "gate": gate,
-    "equal": equal,
-    "repeated": repeated,
-    "moved": moved,
-    "beside": beside,
-    "replays": replays,
-    "kills": kills,
-    "planted": planted,
-}
+    "contract": contract, "gate": gate, "equal": equal, "repeated": repeated, "moved": moved, "beside": beside,
+    "replays": replays, "kills": kills, "planted": planted,
+}  # fmt: skip
 
 
 def play(run: Run) -> None:

@@ -283,12 +283,7 @@ PUT_TOGETHER: dict[tuple[str, str], tuple[str, ...]] = {
         r"(?<!\w)a\-a\ a(?!\w)",
     ),
     ("examples/email_agent/demonstrations.py", "_reading"): (
-        r" on (\w+day)",
-        r"room (\d+)",
-        r"^(\w+\.pdf)$",
-        r"extension (\d+)",
-        r"\A(\w+ \w+)$",
-        r"^(\d+) mails",
+        r" on (\w+day)", r"room (\d+)", r"^(\w+\.pdf)$", r"extension (\d+)", r"\A(\w+ \w+)$", r"^(\d+) mails",
     ),
     ("schemas/src/headrace_schemas/values/errors.py", "__init__"): ("abab|abac|aaaa", r"4711\-4711|a\ a\ a"),
     ("packages/integrations/src/headrace_integrations/scenarios/games.py", "mentioned_player"): (
@@ -301,7 +296,7 @@ PUT_TOGETHER: dict[tuple[str, str], tuple[str, ...]] = {
     ("schemas/src/headrace_schemas/values/ids.py", "_compile"): tuple(
         map(_expression, ("*", "judge:*", "*a*a*a*a*b", "a*b*c*d*e", "**a**", "*:*:*"))
     ),
-}
+}  # fmt: skip
 """Examples of the patterns that are built while the program runs."""
 
 

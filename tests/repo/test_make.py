@@ -36,16 +36,10 @@ COMMAND = re.compile(
 )
 NAMED_IN = ("*.md", ".ci/run", "*.yml", "pyproject.toml", "packages/*.py", "services/*.py", "tests/support/presence.py")
 FORMER = {
-    "attack": "check NAME=attack",
-    "compose-test": "check NAME=compose",
-    "test-jobs": "check NAME=jobs",
-    "bench-bus": 'bench NAME="bus replay"',
-    "bench-gate": "bench NAME=gate",
-    "demo-swaps": "demo NAME=swaps",
-    "example-math": "example NAME=math",
-    "install-clients": "install GROUP=clients",
-    "lock-images": "lock",
-}
+    "attack": "check NAME=attack", "compose-test": "check NAME=compose", "test-jobs": "check NAME=jobs",
+    "bench-bus": 'bench NAME="bus replay"', "bench-gate": "bench NAME=gate", "demo-swaps": "demo NAME=swaps",
+    "example-math": "example NAME=math", "install-clients": "install GROUP=clients", "lock-images": "lock",
+}  # fmt: skip
 """One former name of each rule to its present one."""
 ADAPTERS = {"evaluation", "hello_agents", "judging", "rl", "scenarios", "selection", "shadow", "trinity", "tuner"}
 PRIMITIVES = {"practice", "stack"}

@@ -47,23 +47,11 @@ class Check:
 PROMISES: Mapping[str, Callable[[Cluster, Check], None]] = {
     function.__name__: function
     for function in (
-        serving.p1_captured,
-        serving.p2_tokens,
-        serving.p3_versions,
-        training.p4_once,
-        training.p5_staleness,
-        training.p6_abstain,
-        serving.p7_immutable,
-        serving.p8_routing,
-        training.p9_replay,
-        training.p10_late,
-        serving.p11_loud,
-        serving.account,
-        serving.order,
-        serving.whole_runs,
-        serving.equal_facts,
+        serving.p1_captured, serving.p2_tokens, serving.p3_versions, training.p4_once, training.p5_staleness,
+        training.p6_abstain, serving.p7_immutable, serving.p8_routing, training.p9_replay, training.p10_late,
+        serving.p11_loud, serving.account, serving.order, serving.whole_runs, serving.equal_facts,
     )
-}
+}  # fmt: skip
 """Checkers by name."""
 
 

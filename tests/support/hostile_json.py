@@ -241,14 +241,9 @@ def draw(rng: random.Random, count: int) -> list[NamedSession]:
     while len(names) < count:
         word = "m" + rng.choice(_LETTERS) + "".join(rng.choices("lrst", k=2)) + rng.choice(["", "e", "%41", "%C3%BC"])
         lookalikes = (
-            word,
-            word.upper(),
-            unicodedata.normalize("NFD", word),
-            word + rng.choice(_INVISIBLE),
-            word + rng.choice(_WIDE),
-            quote(word),
-            f"{word}/end",
-        )
+            word, word.upper(), unicodedata.normalize("NFD", word), word + rng.choice(_INVISIBLE),
+            word + rng.choice(_WIDE), quote(word), f"{word}/end",
+        )  # fmt: skip
         names |= dict.fromkeys(lookalikes)
     return [NamedSession(name, rng.choice(_carriers(name))) for name in rng.sample(list(names), count)]
 

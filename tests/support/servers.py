@@ -128,13 +128,8 @@ group.initial.rebalance.delay.ms=0
 """
         )
         command = [
-            *self._java("-Xmx128m", *_QUICK),
-            "kafka.tools.StorageTool",
-            "format",
-            "--standalone",
-            "-t",
-            CLUSTER_ID,
-        ]
+            *self._java("-Xmx128m", *_QUICK), "kafka.tools.StorageTool", "format", "--standalone", "-t", CLUSTER_ID,
+        ]  # fmt: skip
         must_run([*command, "-c", str(self._settings)])
 
     def _java(self, *options: str) -> list[str]:

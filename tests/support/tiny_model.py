@@ -23,16 +23,9 @@ from tests.unit.trainer.world import experience
 
 CHATML = (Path(__file__).parent / "chatml.jinja").read_text(encoding="utf-8")
 SPECIAL = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-    "<think>",
-    "</think>",
-)
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
+    "<think>", "</think>",
+)  # fmt: skip
 CORPUS = (
     "the agent reads a question and answers it with a short sentence",
     '{"name": "search", "arguments": {"query": "invoice", "limit": 3}}',

@@ -206,17 +206,10 @@ async def readers_do_not_meet(ground: Ground) -> None:
 
 
 READING: tuple[Scenario, ...] = (
-    begin_end_and_position,
-    unknown_topics_have_no_partitions,
-    seek_anywhere,
-    behind_the_end_starts_over,
-    some_at_a_time,
-    paused_places_wait,
-    a_pause_survives_seeking,
-    assigning_forgets,
-    what_is_not_ours_is_refused,
+    begin_end_and_position, unknown_topics_have_no_partitions, seek_anywhere, behind_the_end_starts_over,
+    some_at_a_time, paused_places_wait, a_pause_survives_seeking, assigning_forgets, what_is_not_ours_is_refused,
     readers_do_not_meet,
-)
+)  # fmt: skip
 
 
 _TOPIC_PARTITIONS = 5
@@ -340,12 +333,6 @@ async def partitions_are_known(ground: Ground) -> None:
 
 
 SENDING: tuple[Scenario, ...] = (
-    keys_choose_partitions,
-    order_within_a_partition,
-    acknowledged_is_readable,
-    null_is_not_empty,
-    headers_come_back,
-    too_large_is_refused_alone,
-    stopping_flushes,
-    partitions_are_known,
-)
+    keys_choose_partitions, order_within_a_partition, acknowledged_is_readable, null_is_not_empty, headers_come_back,
+    too_large_is_refused_alone, stopping_flushes, partitions_are_known,
+)  # fmt: skip

@@ -221,15 +221,10 @@ class JudgeProcess:
 
     def __init__(self, folder: Path, bus: str, llm: FakeLLM) -> None:
         names = {
-            "DATA_DIR": folder,
-            "BUS__ADDRESS": bus,
-            "JUDGE__PORT": 0,
-            "JUDGE__LEASE_S": 1.0,
-            "JUDGE__ENDPOINT__BASE_URL": llm.base_url,
-            "JUDGE__ENDPOINT__MODEL": "judge-1",
-            "JUDGE__ENDPOINT__CONCURRENCY": 4,
-            "JUDGE__ENDPOINT__TIMEOUT_S": 0.5,
-        }
+            "DATA_DIR": folder, "BUS__ADDRESS": bus, "JUDGE__PORT": 0, "JUDGE__LEASE_S": 1.0,
+            "JUDGE__ENDPOINT__BASE_URL": llm.base_url, "JUDGE__ENDPOINT__MODEL": "judge-1",
+            "JUDGE__ENDPOINT__CONCURRENCY": 4, "JUDGE__ENDPOINT__TIMEOUT_S": 0.5,
+        }  # fmt: skip
         self._environ = os.environ | {f"HEADRACE_{name}": str(value) for name, value in names.items()}
         self.log = folder / "judge.log"
         folder.mkdir(parents=True, exist_ok=True)

@@ -50,20 +50,12 @@ def playthrough(text: str = "", *calls: tuple[str, Any], **fields: Any) -> Playt
 @pytest.mark.parametrize(
     ("answer", "text", "expected"),
     [
-        ("4", "4", True),
-        ("4", "The answer is 4.", True),
-        ("4", "4 or 5", False),
-        ("4", "It is 14", False),
-        ("1,200", "So 1200 in all", True),
-        ("-3", "minus: -3", True),
-        ("3", "-3", False),
-        ("Paris", " paris. ", True),
-        ("Paris", "Paris or Rome", False),
-        (["Paris", "Lutetia"], "Lutetia", True),
-        (4, "4.0", True),
+        ("4", "4", True), ("4", "The answer is 4.", True), ("4", "4 or 5", False), ("4", "It is 14", False),
+        ("1,200", "So 1200 in all", True), ("-3", "minus: -3", True), ("3", "-3", False), ("Paris", " paris. ", True),
+        ("Paris", "Paris or Rome", False), (["Paris", "Lutetia"], "Lutetia", True), (4, "4.0", True),
         (None, "anything", None),
     ],
-)
+)  # fmt: skip
 def test_success(answer: Any, text: str, expected: bool | None) -> None:
     assert measures.success(task(answer=answer), playthrough(text)) is expected
 

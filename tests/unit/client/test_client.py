@@ -272,15 +272,8 @@ def test_blocking_raises_the_error_of_the_coroutine() -> None:
 
 
 EXPORTS = [
-    "ApiError",
-    "AsyncClient",
-    "AsyncSession",
-    "Client",
-    "HeadraceError",
-    "ModelManager",
-    "Session",
-    "Unreachable",
-]
+    "ApiError", "AsyncClient", "AsyncSession", "Client", "HeadraceError", "ModelManager", "Session", "Unreachable",
+]  # fmt: skip
 
 
 def test_the_public_names_are_frozen() -> None:

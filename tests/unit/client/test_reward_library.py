@@ -47,27 +47,13 @@ from tests.support.turns import trajectory
 @pytest.mark.parametrize(
     ("answer", "expected", "right"),
     [
-        ("Paris.", "paris", 1),
-        ("The  Eiffel-Tower!", "eiffel tower", 1),
-        ("Paris or London", "Paris", 0),
-        ("", "Paris", 0),
-        ("\uff30aris", "Paris", 1),
-        ("It is 42", 42, 1),
-        ("first 41, then 42", 42, 1),
-        ("42, or else 43", 42, 0),
-        ("about 1,234.50 EUR", 1234.5, 1),
-        ("3/4", 0.75, 1),
-        ("-2e3", -2000, 1),
-        ("\N{MINUS SIGN}5", -5, 1),
-        ("none", 42, 0),
-        ("Yes", True, 1),
-        ("Yes", False, 0),
-        ("Rome", ["Roma", "Rome"], 1),
-        ("7", ["seven", 7], 1),
-        ("...", "...", 1),
-        ("the", "...", 0),
+        ("Paris.", "paris", 1), ("The  Eiffel-Tower!", "eiffel tower", 1), ("Paris or London", "Paris", 0),
+        ("", "Paris", 0), ("\uff30aris", "Paris", 1), ("It is 42", 42, 1), ("first 41, then 42", 42, 1),
+        ("42, or else 43", 42, 0), ("about 1,234.50 EUR", 1234.5, 1), ("3/4", 0.75, 1), ("-2e3", -2000, 1),
+        ("\N{MINUS SIGN}5", -5, 1), ("none", 42, 0), ("Yes", True, 1), ("Yes", False, 0), ("Rome", ["Roma", "Rome"], 1),
+        ("7", ["seven", 7], 1), ("...", "...", 1), ("the", "...", 0),
     ],
-)
+)  # fmt: skip
 def test_accuracy(answer: str, expected: Any, right: float) -> None:
     assert accuracy(answer, expected) == right
 
@@ -82,15 +68,10 @@ def test_a_tolerance_is_relative_where_the_number_is_large() -> None:
 @pytest.mark.parametrize(
     ("text", "numbers"),
     [
-        ("1 and 2.5, then 1,000", [1, 2.5, 1000]),
-        ("3.5kg in 20s", [3.5, 20]),
-        ("v2 x3 file_4", []),
-        ("1/0 and 1/4", [1, 0, 0.25]),
-        ("version 1.2.3", []),
-        ("12% of 80.", [12, 80]),
-        ("", []),
+        ("1 and 2.5, then 1,000", [1, 2.5, 1000]), ("3.5kg in 20s", [3.5, 20]), ("v2 x3 file_4", []),
+        ("1/0 and 1/4", [1, 0, 0.25]), ("version 1.2.3", []), ("12% of 80.", [12, 80]), ("", []),
     ],
-)
+)  # fmt: skip
 def test_numbers(text: str, numbers: list[float]) -> None:
     assert numbers_in(text) == numbers
 

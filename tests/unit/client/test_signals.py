@@ -60,15 +60,10 @@ def test_the_signals_are_those_that_packages_announce() -> None:
 @pytest.mark.parametrize(
     "reply",
     [
-        "No, I meant Friday.",
-        "that is wrong",
-        "That's not what I asked for",
-        "Wrong invoice.",
-        "You forgot the date",
-        "it doesn't work",
-        "I said Rotterdam",
+        "No, I meant Friday.", "that is wrong", "That's not what I asked for", "Wrong invoice.", "You forgot the date",
+        "it doesn't work", "I said Rotterdam",
     ],
-)
+)  # fmt: skip
 def test_a_correction_speaks_against_the_turn_before(reply: str) -> None:
     assert hints_of(user("q"), model("a"), user(reply), model("b"))["corrected"] == [("t0", 0.0)]
 

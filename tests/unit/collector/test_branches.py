@@ -355,16 +355,9 @@ def listings_of_named_runs(size: int) -> Session:
 
 
 SESSIONS = (
-    equal_requests,
-    counted_retries,
-    retries_of_a_continued_answer,
-    repeats,
-    equal_answers,
-    rewritten_answers,
-    listings,
-    overlapping_listings,
-    listings_of_named_runs,
-)
+    equal_requests, counted_retries, retries_of_a_continued_answer, repeats, equal_answers, rewritten_answers, listings,
+    overlapping_listings, listings_of_named_runs,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("session", SESSIONS)

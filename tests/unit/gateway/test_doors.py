@@ -307,27 +307,14 @@ async def test_there_is_none_otherwise() -> None:
 
 
 LABELS = {
-    "/v1/chat/completions": "chat",
-    "/v1/completions": "completions",
-    "/v1/responses": "responses",
-    "/v1/responses/input_tokens": "count_tokens",
-    "/v1/responses/resp_1": "stored_responses",
-    "/v1/messages": "messages",
-    "/v1/messages/count_tokens": "count_tokens",
-    "/v1/models": "models",
-    "/v1/models/org/name": "models",
-    "/v1/feedback": "feedback",
-    "/v1/sessions/a/b/end": "end",
-    "/v1/trajectories": "trajectories",
-    "/v1/conversations/conv_1/items": "other",
-    "/feedback": "trinity_feedback",
-    "/commit": "trinity_commit",
-    "/chat": "other",
-    "/health": "health",
-    "/metrics": "metrics",
-    "/": "other",
+    "/v1/chat/completions": "chat", "/v1/completions": "completions", "/v1/responses": "responses",
+    "/v1/responses/input_tokens": "count_tokens", "/v1/responses/resp_1": "stored_responses",
+    "/v1/messages": "messages", "/v1/messages/count_tokens": "count_tokens", "/v1/models": "models",
+    "/v1/models/org/name": "models", "/v1/feedback": "feedback", "/v1/sessions/a/b/end": "end",
+    "/v1/trajectories": "trajectories", "/v1/conversations/conv_1/items": "other", "/feedback": "trinity_feedback",
+    "/commit": "trinity_commit", "/chat": "other", "/health": "health", "/metrics": "metrics", "/": "other",
     "/unknown": "other",
-}
+}  # fmt: skip
 
 
 def test_the_metric_label_of_a_request_is_the_name_of_its_route() -> None:

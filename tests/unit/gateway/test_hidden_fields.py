@@ -36,18 +36,12 @@ TOOLS = [{"type": "function", "function": {"name": "search"}}]
 NOISE = st.dictionaries(
     st.sampled_from(
         [
-            "prompt_logprobs",
-            "kv_transfer_params",
-            "weight_version",
-            "status",
-            "code",
-            "routed_experts",
-            "stop_reason",
-            "x",
+            "prompt_logprobs", "kv_transfer_params", "weight_version", "status", "code", "routed_experts",
+            "stop_reason", "x",
         ]
     ),
     st.sampled_from([None, 1, "secret", [1, 2], {"a": "secret"}]),
-)
+)  # fmt: skip
 REQUESTS = st.fixed_dictionaries(
     {},
     optional={

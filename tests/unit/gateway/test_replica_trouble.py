@@ -53,14 +53,9 @@ def check_turn(served: Gateway, replica: FakeReplica) -> None:
 
 
 FAULTS = [
-    Fault(status=503),
-    Fault(status=500),
-    Fault(status=429),
-    Fault(status=404),
-    Fault(drop_after=0),
-    Fault(drop_after=3),
-    Fault(abort_after=2),
-]
+    Fault(status=503), Fault(status=500), Fault(status=429), Fault(status=404), Fault(drop_after=0),
+    Fault(drop_after=3), Fault(abort_after=2),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])

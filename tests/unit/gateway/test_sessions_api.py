@@ -29,16 +29,9 @@ async def test_feedback_on_a_session(tmp_path: Path) -> None:
     async with gateway(tmp_path) as served:
         await ready(served)
         body = {
-            "session_id": "run-1",
-            "value": 1,
-            "source": "user",
-            "task_id": "t",
-            "run_id": 7,
-            "comment": "good",
-            "context": {"expected": "42"},
-            "ends_session": True,
-            "feedback_id": "f-1",
-        }
+            "session_id": "run-1", "value": 1, "source": "user", "task_id": "t", "run_id": 7, "comment": "good",
+            "context": {"expected": "42"}, "ends_session": True, "feedback_id": "f-1",
+        }  # fmt: skip
         answer = await served.client.post("/v1/feedback", json=body)
         (event,) = served.bus.events(Feedback)
         assert answer.status_code == 202

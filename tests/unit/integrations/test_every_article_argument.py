@@ -34,17 +34,8 @@ from headrace_integrations.tuner import configs
 from tests.unit.integrations.conftest import VERSION, RecordingGatewayStack, Rig
 
 ADAPTERS = (
-    "hello_agents",
-    "judging",
-    "practice",
-    "rl",
-    "scenarios",
-    "selection",
-    "shadow",
-    "stack",
-    "trinity",
-    "tuner",
-)
+    "hello_agents", "judging", "practice", "rl", "scenarios", "selection", "shadow", "stack", "trinity", "tuner",
+)  # fmt: skip
 SOURCES = Path(headrace_integrations.__file__).parent
 
 # HelloAgents.

@@ -31,16 +31,9 @@ SAMPLES: dict[str, Any] = {
     "model_path": "base",
 }  # fmt: skip
 MADE_UP = [
-    "learning_rat",
-    "lr",
-    "warmup_ratio",
-    "save_steps",
-    "wandb_project",
-    "x" * 18_000,
-    "a\x1b[2J",
-    "\u202eb",
+    "learning_rat", "lr", "warmup_ratio", "save_steps", "wandb_project", "x" * 18_000, "a\x1b[2J", "\u202eb",
     "a-" * 9_000,
-]
+]  # fmt: skip
 
 
 class Started(Exception):

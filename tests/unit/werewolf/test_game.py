@@ -253,14 +253,8 @@ def test_the_recipe_asks_for_the_models_and_rows_that_there_are() -> None:
     assert f"{name}:{villager.label}" == agent.VILLAGERS
     assert not none
     placeholders = {
-        "cache": "c",
-        "seed": 0,
-        "out": "o",
-        "base_url": "u",
-        "version": VERSION,
-        "row_before": 100,
-        "row": 500,
-    }
+        "cache": "c", "seed": 0, "out": "o", "base_url": "u", "version": VERSION, "row_before": 100, "row": 500,
+    }  # fmt: skip
     for command in ("base", "agent", "measure", "checks"):
         _, flag, module, *rest = demo_recipe.command(command, placeholders)
         assert (flag, find_spec(module) is not None) == ("-m", True)

@@ -166,14 +166,8 @@ async def test_as_read_yields_cuts_and_then_the_remaining_records() -> None:
     ranges = [ReadRange(1, 2), ReadRange(0, 1, (3, 2)), ReadRange(1, 3), ReadRange(7, 9), ReadRange(0, 1)]
     positions = await positions_of((await merge(log(0, 9, 9, 4), log(1, 8, 8, 8, 2))).in_recorded_order(ranges))
     assert positions == [
-        (1, 0, ()),
-        (1, 1, ()),
-        (0, 0, (3, 2)),
-        (1, 2, ()),
-        (1, 3, ()),
-        (0, 1, ()),
-        (0, 2, ()),
-    ]
+        (1, 0, ()), (1, 1, ()), (0, 0, (3, 2)), (1, 2, ()), (1, 3, ()), (0, 1, ()), (0, 2, ()),
+    ]  # fmt: skip
 
 
 DIGEST = "0" * 64
