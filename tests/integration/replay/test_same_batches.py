@@ -115,7 +115,7 @@ class ReplayRig:
 
     async def take_part(self, group: str, topic: str, records: int) -> None:
         """Join a live group, read and commit up to `records` records, and leave."""
-        options = {"group_id": group, "enable_auto_commit": False, "auto_offset_reset": "earliest"}
+        options: dict[str, Any] = {"group_id": group, "enable_auto_commit": False, "auto_offset_reset": "earliest"}
         reader = AIOKafkaConsumer(topic, bootstrap_servers=self.bus, **options)
         await reader.start()
         try:
