@@ -123,7 +123,6 @@ async def test_other_sessions_and_unknown_history_are_stored_whole(tmp_path: Pat
 async def test_turn_that_neither_bus_nor_spool_took_is_never_referred_to(tmp_path: Path) -> None:
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as served:
-        await until(lambda: served.publisher.connected)
         messages = await converse(served, 1)
         served.bus.back.clear()
         lost = [*messages, {"role": "user", "content": "lost"}]

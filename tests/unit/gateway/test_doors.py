@@ -47,7 +47,7 @@ from headrace_schemas.events.envelope import parse_record
 from headrace_schemas.values.blobs import BlobRef
 from headrace_schemas.values.bounds import JSON_DEPTH_MAX
 from tests.support.fake_replica import FakeReplica
-from tests.support.gateway import Gateway, gateway, until
+from tests.support.gateway import Gateway, gateway
 from tests.support.hostile_json import KEY, RESPONSES, bases, requests
 from tests.support.presence import draw_seed
 from tests.support.processes import free_port
@@ -59,10 +59,6 @@ WIDE = LimitSettings(requests_per_s=1e6, burst=1_000_000)
 WIDE_TOTAL = TotalLimitSettings(requests_per_s=1e6, burst=1_000_000)
 KINDS: tuple[type[Event], ...] = (Turn, Feedback, SessionEnd, Trajectory)
 EXPECTED = {200, 202, 400, 403, 404, 413, 422}
-
-
-async def ready(served: Gateway) -> None:
-    await until(lambda: served.publisher.connected)
 
 
 def events_of(served: Gateway, kind: type[Event], folder: Path) -> list[Event]:
@@ -80,7 +76,6 @@ def events_of(served: Gateway, kind: type[Event], folder: Path) -> list[Event]:
 async def test_each_valid_body_is_accepted(tmp_path: Path, route: str, body: dict[str, Any]) -> None:
     replica = FakeReplica(grammars=("response_format",))
     async with replica.running(), gateway(tmp_path, replica) as served:
-        await ready(served)
         answer = await served.client.post(route, json=body)
         assert answer.status_code in (200, 202), answer.text
         assert any(served.bus.events(kind) for kind in KINDS)
@@ -115,7 +110,6 @@ async def test_json_is_refused_where_the_event_that_records_it_would_be_too_deep
     target[field_path[-1]] = functools.reduce(lambda inner, _: {"x": inner}, range(depth), leaf)
     replica = FakeReplica(grammars=("response_format",))
     async with replica.running(), gateway(tmp_path, replica) as served:
-        await ready(served)
         answer = await served.client.post(route, json=body)
         assert answer.status_code in ((200, 202) if depth == 60 else (200, 202, 400)), answer.text
         if depth > JSON_DEPTH_MAX:
@@ -144,7 +138,6 @@ async def test_no_request_fails_the_gateway_and_what_it_accepts_becomes_events_t
         replica.running(),
         gateway(tmp_path, replica, limits_per_key=WIDE, limits_total=WIDE_TOTAL) as served,
     ):
-        await ready(served)
         for route, body in itertools.islice(requests(chance), 700):
             answer = await served.client.post(route, content=body, headers={"content-type": "application/json"})
             assert answer.status_code in EXPECTED, (route, body[:2000], answer.text)
@@ -235,7 +228,6 @@ async def test_a_heavy_body_is_refused_and_other_callers_go_on(tmp_path: Path, r
             longest_s = max(longest_s, time.perf_counter() - began)
 
     async with gateway(tmp_path) as served:
-        await ready(served)
         watching = asyncio.create_task(watch())
         answers = await asyncio.gather(*(served.client.post(route, content=body) for _ in range(2)))
         stop.set()
@@ -251,7 +243,6 @@ async def test_a_body_at_the_bound_of_values_is_taken(tmp_path: Path) -> None:
 
     count_max = Feedback.values_max - 4  # the object, its two names, the context
     async with gateway(tmp_path) as served:
-        await ready(served)
         assert (await served.client.post("/v1/feedback", content=body(count_max))).status_code == 202
         refused = await served.client.post("/v1/feedback", content=body(count_max + 8))
         assert (refused.status_code, refused.json()["error"]["code"]) == (413, "too_many_values")
@@ -268,7 +259,6 @@ async def test_a_trajectory_has_a_bound_on_its_objects_beside_that_on_its_number
         ).encode()
 
     async with gateway(tmp_path) as served:
-        await ready(served)
         answer = await served.client.post("/v1/trajectories", content=body(1, 200_000))
         assert answer.status_code == 202, answer.text
         refused = await served.client.post("/v1/trajectories", content=body(17, 1))
@@ -279,7 +269,6 @@ async def test_a_trajectory_has_a_bound_on_its_objects_beside_that_on_its_number
 async def test_chat_has_a_short_name(tmp_path: Path) -> None:
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as served:
-        await until(lambda: served.publisher.connected)
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "stream": False}
         answer = await served.client.post("/chat", json=body)
         assert answer.status_code == 200

@@ -21,7 +21,7 @@ from headrace_schemas import Feedback
 from headrace_schemas.events.feedback import task_key
 from headrace_schemas.values import ids
 from headrace_schemas.values.errors import InvalidEvent
-from tests.support.gateway import PARTITIONS, Gateway, gateway, until
+from tests.support.gateway import PARTITIONS, Gateway, gateway
 from tests.support.streams import ManualClock
 
 OWN, OTHER = ids.session_key("t", "own"), ids.session_key("t", "other")
@@ -87,7 +87,6 @@ A, B, C = (f"chatcmpl-{key}-01a2060cb1cc7c47a82c2578b756ac0{n}" for n, key in en
 
 
 async def sent(served: Gateway, body: dict[str, Any]) -> list[Feedback]:
-    await until(lambda: served.publisher.connected)
     answer = await served.client.post("/v1/feedback", json=body)
     assert answer.status_code == 202, answer.text
     return served.bus.events(Feedback)
@@ -182,7 +181,6 @@ async def test_feedback_about_a_task_reaches_every_partition(tmp_path: Path) -> 
 
 async def test_a_preference_over_two_sessions_is_charged_twice(tmp_path: Path) -> None:
     async with gateway(tmp_path, limits_per_key={"requests_per_s": 0.001, "burst": 4}) as served:
-        await until(lambda: served.publisher.connected)
         body = {"preference": {"chosen": C, "rejected": A}}
         statuses = [(await served.client.post("/v1/feedback", json=body)).status_code for _ in range(4)]
         assert statuses[0] == 202
@@ -191,7 +189,6 @@ async def test_a_preference_over_two_sessions_is_charged_twice(tmp_path: Path) -
 
 async def test_feedback_with_many_values_is_charged_for_them(tmp_path: Path) -> None:
     async with gateway(tmp_path, limits_per_key={"requests_per_s": 0.001, "burst": 100}) as served:
-        await until(lambda: served.publisher.connected)
         turns = [ids.response_id(ONE) for _ in range(100)]
         body = {"msg_ids": turns, "level": "turn", "parts": {f"p{n}": 1 for n in range(32)}}
         statuses = [(await served.client.post("/v1/feedback", json=body)).status_code for _ in range(2)]
@@ -200,7 +197,6 @@ async def test_feedback_with_many_values_is_charged_for_them(tmp_path: Path) -> 
 
 async def test_one_value_for_a_whole_run_is_charged_as_one(tmp_path: Path) -> None:
     async with gateway(tmp_path, limits_per_key={"requests_per_s": 0.001, "burst": 20}) as served:
-        await until(lambda: served.publisher.connected)
         body = {"msg_ids": [ids.response_id(ONE) for _ in range(100)], "value": 1}
         statuses = [(await served.client.post("/v1/feedback", json=body)).status_code for _ in range(8)]
         assert statuses == [202] * 8
@@ -257,7 +253,6 @@ async def test_what_cannot_be_meant_is_refused_by_name(
     tmp_path: Path, body: dict[str, Any], param: str | None, message: str
 ) -> None:
     async with gateway(tmp_path) as served:
-        await until(lambda: served.publisher.connected)
         answer = await served.client.post("/v1/feedback", json=body)
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, param), error

@@ -23,7 +23,7 @@ from headrace_runtime.settings.source_values import SourceValues
 from headrace_schemas import DeadLetter, Feedback, Routing, ServedVersion
 from headrace_schemas.values import ids
 from headrace_schemas.values.blobs import BlobRef
-from tests.support.gateway import gateway, until
+from tests.support.gateway import gateway
 from tests.unit.scorer.conftest import scorer
 
 V1, V2, V3 = (f"tiny@{digit * 16}" for digit in "123")
@@ -199,7 +199,6 @@ async def test_door_and_scorer_refuse_the_same_values(tmp_path: Path, data_dir: 
     values = SourceValues(ranges=RANGES, labels=LABELS)
     refused = 0
     async with gateway(tmp_path, values=values) as served:
-        await until(lambda: served.publisher.connected)
         for _ in range(300):
             request = _request(rng)
             answer = await served.client.post("/v1/feedback", json=request)

@@ -286,7 +286,6 @@ async def test_the_end_of_a_response_waits_for_the_acknowledgement(tmp_path: Pat
 async def test_a_stream_shows_its_last_word_before_it_is_captured_and_done_only_after(tmp_path: Path) -> None:
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica, capture=CaptureSettings(bus_wait_s=30)) as served:
-        await until(lambda: served.publisher.connected)
         served.bus.back.clear()
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "stream": True}
         async with served.client.stream("POST", "/v1/chat/completions", json=body) as answer:

@@ -27,7 +27,7 @@ from headrace_schemas.rules.assignment import assign_unit
 from headrace_schemas.values import ids
 from tests.support import hostile_json
 from tests.support.fake_replica import FakeReplica
-from tests.support.gateway import gateway, until
+from tests.support.gateway import gateway
 from tests.unit.gateway.test_placement import V1, V2, Rig
 
 
@@ -195,7 +195,6 @@ async def test_two_hundred_lookalike_names_are_two_hundred_sessions_with_their_o
     sessions = hostile_json.draw(random.Random(seed), 200)
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as served:
-        await until(lambda: served.publisher.connected)
         for number, session in enumerate(sessions):
             status, answer = await asyncio.to_thread(
                 hostile_json.post, served.url, session, "/v1/chat/completions", CHAT
@@ -265,7 +264,6 @@ async def test_a_key_that_is_bound_to_a_session_touches_no_other(
 ) -> None:
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica, keys=(bound_key(),)) as served:
-        await until(lambda: served.publisher.connected)
         bound_headers = {**headers, "Authorization": "Bearer schlüssel".encode().decode("latin-1")}
         raw = {name.encode(): value.encode("latin-1") for name, value in bound_headers.items()}
         answer = await served.client.post(path, json=body, headers=raw)
@@ -278,7 +276,6 @@ async def test_a_key_that_is_bound_to_a_session_touches_no_other(
 async def test_a_key_that_is_bound_to_a_session_serves_that_session(tmp_path: Path) -> None:
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica, keys=(bound_key(),)) as served:
-        await until(lambda: served.publisher.connected)
         key = {b"authorization": "Bearer schlüssel".encode()}
         for headers in ({}, {b"x-session-id": b"own"}):
             answer = await served.client.post("/v1/chat/completions", json=CHAT, headers={**key, **headers})
@@ -298,7 +295,6 @@ async def test_a_response_id_of_another_tenant_leaves_the_version_of_its_session
     newer = "tiny@fedcba9876543210"
     replica = FakeReplica(versions=("tiny@0123456789abcdef", newer))
     async with replica.running(), gateway(tmp_path, replica, keys=keys) as served:
-        await until(lambda: served.publisher.connected)
         victim = {"authorization": "Bearer victim", "x-session-id": "mine"}
         first = (await served.chat(headers=victim)).json()
         served.route(newer, revision=2, serve=(*replica.versions,))
@@ -328,7 +324,6 @@ async def test_two_tenants_may_name_their_trajectories_and_feedback_alike(tmp_pa
     span = {"start": 1, "logprobs": [-0.5], "turn_id": "t-1", "version": "tiny@0123456789ab", "finish_reason": "stop"}
     longest = "x" * 512
     async with gateway(tmp_path, keys=settings) as served:
-        await until(lambda: served.publisher.connected)
         names: dict[str, list[str]] = {}
         for tenant, key in keys.items():
             headers = {"authorization": f"Bearer {key}"}

@@ -15,19 +15,14 @@ from headrace_schemas import Feedback, SessionEnd, Trajectory
 from headrace_schemas.rules.ingest import KnownModels, find_objection
 from headrace_schemas.values import ids
 from tests.support.fake_replica import VERSION
-from tests.support.gateway import PARTITIONS, Gateway, gateway, until
+from tests.support.gateway import PARTITIONS, gateway
 
 KEYS = [ids.session_key("default", name) for name in ("run-1", "run-2")]
 IDS = [ids.response_id(key) for key in KEYS]
 
 
-async def ready(served: Gateway) -> None:
-    await until(lambda: served.publisher.connected)
-
-
 async def test_feedback_on_a_session(tmp_path: Path) -> None:
     async with gateway(tmp_path) as served:
-        await ready(served)
         body = {
             "session_id": "run-1", "value": 1, "source": "user", "task_id": "t", "run_id": 7, "comment": "good",
             "context": {"expected": "42"}, "ends_session": True, "feedback_id": "f-1",
@@ -51,7 +46,6 @@ async def test_feedback_on_a_session(tmp_path: Path) -> None:
 
 async def test_feedback_on_answers_of_several_sessions_reaches_each_with_its_own(tmp_path: Path) -> None:
     async with gateway(tmp_path) as served:
-        await ready(served)
         again = ids.response_id(KEYS[0])
         body = {"msg_ids": [*IDS, again, IDS[0]], "response_id": "not-one-of-ours", "value": -0.5}
         await served.client.post("/v1/feedback", json=body)
@@ -66,7 +60,6 @@ async def test_feedback_on_answers_of_several_sessions_reaches_each_with_its_own
 async def test_feedback_for_ids_that_nobody_knows_is_accepted(tmp_path: Path) -> None:
     """Pitfall 27: feedback is accepted first and joined to its turns later."""
     async with gateway(tmp_path) as served:
-        await ready(served)
         for target in ({"msg_ids": ["never-seen"]}, {"session_id": "never-seen"}, {"response_id": IDS[0]}):
             answer = await served.client.post("/v1/feedback", json={**target, "value": 1})
             assert answer.status_code == 202
@@ -75,7 +68,6 @@ async def test_feedback_for_ids_that_nobody_knows_is_accepted(tmp_path: Path) ->
 
 async def test_feedback_can_be_withdrawn_or_only_add_facts(tmp_path: Path) -> None:
     async with gateway(tmp_path) as served:
-        await ready(served)
         for fields in ({"withdrawn": True}, {"context": {"expected": "42"}}, {"ends_session": True}, {"task_id": "t"}):
             assert (await served.client.post("/v1/feedback", json={"session_id": "a", **fields})).status_code == 202
         assert [event.value for event in served.bus.events(Feedback)] == [None] * 4
@@ -87,7 +79,6 @@ def over(sessions: int) -> list[str]:
 
 async def test_sessions_per_feedback_are_bounded(tmp_path: Path) -> None:
     async with gateway(tmp_path) as served:
-        await ready(served)
         answer = await served.client.post("/v1/feedback", json={"msg_ids": over(65), "value": 1})
         assert answer.status_code == 422
         assert "send at most 64 in one feedback" in answer.json()["error"]["message"]
@@ -102,7 +93,6 @@ async def test_sessions_per_feedback_are_bounded(tmp_path: Path) -> None:
 async def test_copies_of_what_is_said_are_bounded(tmp_path: Path, field: str) -> None:
     value = {"comment": "x" * 4000, "context": {"expected": "x" * 40_000}}[field]
     async with gateway(tmp_path) as served:
-        await ready(served)
         answer = await served.client.post("/v1/feedback", json={"msg_ids": over(30), "value": 1, field: value})
         assert answer.status_code == 413
         assert "bytes, more than the" in answer.json()["error"]["message"]
@@ -115,7 +105,6 @@ async def test_a_request_is_charged_for_what_it_causes(tmp_path: Path, path: str
     body = {"/commit": {}, "/feedback": {"msg_ids": over(40), "reward": 1}}.get(path, {"msg_ids": over(40), "value": 1})
     limits = {"requests_per_s": 0.001, "burst": 50}
     async with gateway(tmp_path, limits_per_key=limits) as served:
-        await ready(served)
         statuses = [(await served.client.post(path, json=body)).status_code for _ in range(60)]
         assert statuses[0] in (200, 202)
         assert statuses[-1] == 429
@@ -149,7 +138,6 @@ async def test_trinitys_feedback_as_agentscope_sends_it(tmp_path: Path) -> None:
     ids."""
     task = "task-0b0e6a1e-92a4-4d2b-9d4b-3a4f5c6d7e8f"
     async with gateway(tmp_path) as served:
-        await ready(served)
         body = {"msg_ids": [IDS[0], "chatcmpl-unknown"], "reward": 0.5, "task_id": task, "run_id": "0"}
         for _ in range(2):
             answer = await served.client.post(
@@ -185,7 +173,6 @@ async def test_trinitys_feedback_at_its_edges(tmp_path: Path, body: dict[str, An
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"task_id":null,"run_id":null,"time_threshold":null}'])
 async def test_trinitys_commit_reaches_every_partition(tmp_path: Path, body: bytes) -> None:
     async with gateway(tmp_path) as served:
-        await ready(served)
         answer = await served.client.post("/commit", content=body)
         assert (answer.status_code, answer.json()) == (200, {"status": "success"})
         ends = served.bus.events(SessionEnd)
@@ -217,7 +204,6 @@ async def test_fields_that_trinitys_clients_do_not_send_are_refused_by_name(
 @pytest.mark.parametrize("threshold", [1767225600, 1767225600000, "2026-01-01T00:00:00", "2026-01-01T01:00:00+01:00"])
 async def test_a_commit_may_hold_back_what_is_newer(tmp_path: Path, threshold: float | str) -> None:
     async with gateway(tmp_path) as served:
-        await ready(served)
         await served.client.post("/commit", json={"time_threshold": threshold})
         before = served.bus.events(SessionEnd)[0].before
         assert before
@@ -228,7 +214,6 @@ async def test_a_commit_may_hold_back_what_is_newer(tmp_path: Path, threshold: f
 
 async def test_a_session_is_ended_under_any_name(tmp_path: Path) -> None:
     async with gateway(tmp_path) as served:
-        await ready(served)
         answer = await served.client.post("/v1/sessions/team%2Frun%201/end")
         (event,) = served.bus.events(SessionEnd)
         assert answer.status_code == 202
@@ -251,7 +236,6 @@ def trajectory(**fields: Any) -> dict[str, Any]:
 
 async def test_another_runtimes_trajectory_is_ingested(tmp_path: Path) -> None:
     async with gateway(tmp_path) as served:
-        await ready(served)
         answer = await served.client.post("/v1/trajectories", json=trajectory(context={"expected": "42"}))
         assert answer.status_code == 202
         (event,) = served.bus.events(Trajectory)
@@ -270,7 +254,6 @@ async def test_answers_without_logprobs_are_ingested(tmp_path: Path) -> None:
     elsewhere = "elsewhere@0123456789ab"
     models = KnownModels({"tiny": {VERSION}})
     async with gateway(tmp_path) as served:
-        await ready(served)
         for fields in (
             answer_of(elsewhere, no_logprobs="foreign"),
             answer_of(VERSION, no_logprobs="truncated_sampling"),
