@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -38,6 +37,7 @@ from headrace_schemas import Experience, ModelEvent, Turn
 from headrace_schemas.values.base import utcnow
 from tests.support import tiny_model
 from tests.support.packages import FakeHub
+from tests.support.presence import draw_seed
 from tests.support.processes import free_port, wait_until
 from tests.support.servers import BrokerProcess
 from tests.support.service_process import HEADRACE, HeadraceUp, run_of
@@ -298,9 +298,7 @@ SESSIONS = 1000
 
 async def test_why_and_where_agree_with_the_history(empty_bus: str) -> None:
     await ensure(BusSettings(address=empty_bus))
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    history = made_up(seed, SESSIONS, 60)
+    history = made_up(draw_seed(), SESSIONS, 60)
     async with producing(empty_bus, "test") as producer:
         await producer.send([Outgoing.of(event, "test") for event in history.events])
     entries: dict[str, list[Entry]] = {}

@@ -19,6 +19,7 @@ from headrace_runtime.kafka.wire import Outgoing
 from headrace_schemas import Checkpoint
 from tests.integration.conftest import RegistryRig
 from tests.support import servers, tiny_model
+from tests.support.presence import draw_seed
 from tests.support.processes import is_open
 
 MODEL = "opponent"
@@ -99,8 +100,7 @@ async def move(pair: Pair, versions: list[str], chance: random.Random, moved: li
 
 @pytest.mark.long
 async def test_a_pair_of_aliases_is_never_half_moved(empty_bus: str, tmp_path: Path, database_url: str) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
+    seed = draw_seed()
     chance = random.Random(seed)
     rig = RegistryRig(empty_bus, tmp_path / "rig", database_url)
     async with rig.open(), httpx2.AsyncClient(timeout=10) as http:

@@ -25,6 +25,7 @@ from tests.attack.stacks import beside
 from tests.integration.conftest import RegistryRig, circle
 from tests.support.fake_replica import Called, FakeReplica, Fault, Generation
 from tests.support.gateway import routing
+from tests.support.presence import draw_seed
 from tests.support.service_process import BusView, GatewayProcess, ServiceProcess, bus_view, wait_healthy
 
 MODEL = "street"
@@ -44,9 +45,7 @@ ROLLOUT = {
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("better", [False, True])
 async def test_a_rollout_outlives_kill_9_at_any_moment(module_bus: str, tmp_path: Path, better: bool) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    dice = random.Random(seed)
+    dice = random.Random(draw_seed())
     model = f"{MODEL}-{better}".lower()
     rig = RegistryRig(module_bus, tmp_path)
     rig.set({f"HEADRACE_REGISTRY__ROLLOUT__{name}": value for name, value in ROLLOUT.items()})

@@ -26,6 +26,7 @@ from headrace_schemas import Checkpoint, DeadLetter, Event, Experience, Training
 from headrace_schemas.events.checkpoint import TrainingOutcome
 from tests.integration.streams.conftest import StreamsRig, account, episode, play, rig_on
 from tests.support import tiny_model
+from tests.support.presence import draw_seed
 from tests.support.servers import BrokerProcess
 from tests.support.service_process import ServiceProcess, wait_healthy
 
@@ -35,8 +36,7 @@ E = TypeVar("E", bound=Event)
 
 @pytest.mark.timeout(180)
 async def test_poison_on_every_topic_costs_nothing_else(tmp_path: Path) -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)
+    seed = draw_seed()
     choose = random.Random(seed)
     broker = BrokerProcess(tmp_path / "broker")
     broker.start()
@@ -97,8 +97,7 @@ def test_a_reward_function_that_cannot_be_used_stops_the_start(tmp_path: Path) -
 @pytest.mark.long
 @pytest.mark.timeout(240)
 async def test_nothing_is_lost_when_the_bus_is_killed(tmp_path: Path) -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)
+    seed = draw_seed()
     choose = random.Random(seed)
     broker = BrokerProcess(tmp_path / "broker")
     broker.start()
@@ -123,8 +122,7 @@ async def test_nothing_is_lost_when_the_bus_is_killed(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(240)
 async def test_nothing_is_lost_or_doubled_when_services_are_killed(rig: StreamsRig) -> None:
-    seed = random.randrange(2**32)
-    print("seed", seed)
+    seed = draw_seed()
     choose = random.Random(seed)
     episodes = [episode(f"{seed}-{n}", choose, shared=f"{seed}" if n % 5 == 0 else None) for n in range(40)]
     await rig.start()

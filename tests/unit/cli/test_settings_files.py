@@ -45,6 +45,7 @@ from headrace_runtime.settings.reference import SettingDoc, describe
 from headrace_runtime.settings.sections import Common, ServiceSettings, complete, load
 from headrace_runtime.settings.table import read as read_settings
 from headrace_schemas.values.text import decode_text
+from tests.support.presence import draw_seed
 from trinity_bench import settings as bench
 
 CONFIG = Path(__file__).parents[3] / "deploy" / "headrace.toml"
@@ -134,9 +135,7 @@ def test_every_character_is_read_back() -> None:
 
 
 def test_random_texts_are_read_back() -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    draw = random.Random(seed)
+    draw = random.Random(draw_seed())
     for _ in range(500):
         text = "".join(
             chr(draw.choice([draw.randrange(0x20), 0x7F, 0x22, 0x5C, draw.randrange(0x80)])) for _ in range(8)

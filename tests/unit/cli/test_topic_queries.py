@@ -30,6 +30,7 @@ from headrace_operations.turn_account import TurnAccountBuilder, turn_account_of
 from headrace_schemas import Checkpoint, Feedback, Sampling, Trajectory
 from headrace_schemas.events.checkpoint import LearnedSignals
 from headrace_schemas.values.blobs import BlobRef
+from tests.support.presence import draw_seed
 from tests.support.training_history import History, assert_traces_agree, in_memory, made_up
 from tests.support.turns import KEY, START, VERSION, ask, experience, report, trajectory, turn, user, verdict
 from tests.unit.cli.doubles import HttpFake
@@ -115,9 +116,7 @@ def test_an_event_that_breaks_the_account_is_a_problem_of_it(
 
 @pytest.mark.parametrize("repetition", range(10))
 async def test_short_histories_with_much_going_back_and_forth(repetition: int) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    history = made_up(seed, 30, 25)
+    history = made_up(draw_seed(), 30, 25)
     await assert_traces_agree(in_memory(history.events), history)
 
 

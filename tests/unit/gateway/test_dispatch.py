@@ -23,6 +23,7 @@ from headrace_gateway.routing.dispatch import WINDOW, Dispatcher
 from headrace_gateway.settings import LimitSettings, UpstreamSettings
 from tests.support.fake_replica import LENGTH, VERSION, FakeReplica, Fault, Generation, text_of
 from tests.support.gateway import Gateway, gateway, routing, until
+from tests.support.presence import draw_seed
 
 PLACES = 8
 
@@ -129,7 +130,7 @@ async def test_evaluations_get_what_users_leave_and_always_one_place() -> None:
 
 
 async def test_calls_that_leave_while_they_wait_take_nothing_along() -> None:
-    seed = random.randrange(2**32)
+    seed = draw_seed()
     rng = random.Random(seed)
     async with rig() as calls:
         names = []

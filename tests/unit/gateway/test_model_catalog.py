@@ -24,6 +24,7 @@ from headrace_schemas import DeadLetter, Feedback, Routing, ServedVersion
 from headrace_schemas.values import ids
 from headrace_schemas.values.blobs import BlobRef
 from tests.support.gateway import gateway
+from tests.support.presence import draw_seed
 from tests.unit.scorer.conftest import scorer
 
 V1, V2, V3 = (f"tiny@{digit * 16}" for digit in "123")
@@ -193,9 +194,7 @@ def _request(rng: random.Random) -> dict[str, Any]:
 
 
 async def test_door_and_scorer_refuse_the_same_values(tmp_path: Path, data_dir: Path) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(draw_seed())
     values = SourceValues(ranges=RANGES, labels=LABELS)
     refused = 0
     async with gateway(tmp_path, values=values) as served:

@@ -17,6 +17,7 @@ from headrace_schemas import DeadLetter, LoadedVersion
 from tests.attack.inputs import mutate
 from tests.support.fake_replica import LENGTH, VERSION, FakeReplica, Fault, Generation, text_of
 from tests.support.gateway import Gateway, gateway, until
+from tests.support.presence import draw_seed
 from tests.support.processes import free_port
 
 OTHER = "tiny@fedcba9876543210"
@@ -354,9 +355,7 @@ async def test_a_version_that_is_none_is_dead_lettered(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 @pytest.mark.parametrize("status", [200, 400], ids=["answers", "errors"])
 async def test_no_answer_of_an_engine_is_an_error_of_the_gateway(tmp_path: Path, status: int, stream: bool) -> None:
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(draw_seed())
     deep = [b"[" * 100_000, b'{"error": ' * 50_000, b"1" * 5000, b"\xff\xfe", b"null", b"[]", b'"text"', b""]
 
     def altered(document: dict[str, Any]) -> bytes:

@@ -28,6 +28,7 @@ from headrace_schemas.values import ids
 from tests.support import hostile_json
 from tests.support.fake_replica import FakeReplica
 from tests.support.gateway import gateway
+from tests.support.presence import draw_seed
 from tests.unit.gateway.test_placement import V1, V2, Rig
 
 
@@ -190,9 +191,7 @@ OWN, OTHER = (ids.response_id(ids.session_key("acme", name)) for name in ("own",
 
 
 async def test_two_hundred_lookalike_names_are_two_hundred_sessions_with_their_own_feedback(tmp_path: Path) -> None:
-    seed = random.randrange(2**32)
-    print(f"SEED={seed}")
-    sessions = hostile_json.draw(random.Random(seed), 200)
+    sessions = hostile_json.draw(random.Random(draw_seed()), 200)
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as served:
         for number, session in enumerate(sessions):

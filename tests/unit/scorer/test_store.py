@@ -28,6 +28,7 @@ from headrace_schemas.values import ids
 from headrace_scorer import ledger, schema, session_index, store
 from headrace_scorer.feedback_entries import EntryKey
 from headrace_scorer.feedback_matching import FeedbackPosition, PlacedFeedback
+from tests.support.presence import draw_seed
 from tests.support.streams import Service, bench
 from tests.support.turns import START, ask, closed, feedback, said, user
 from tests.unit.scorer.conftest import Open, Rig, answer, half
@@ -314,9 +315,7 @@ async def test_equal_ids_of_another_tenant_change_nothing(open_scorer: Open, min
         await rig.deliver(*events)
         alone = _last_published(rig, mine)
     assert len(alone) > len(events) / 2
-    seed = random.randrange(2**32)
-    print(f"seed {seed}")
-    rng = random.Random(seed)
+    rng = random.Random(draw_seed())
     for arrival in ("before", "between", "after"):
         async with open_scorer(answer) as rig:
             if arrival == "before":
