@@ -76,6 +76,10 @@ class Harness:
         self.reader.close()
         self.store.close()
 
+    def restart(self) -> None:
+        self.close()
+        self.open()
+
     def run(self, operation: Callable[[], T]) -> T:
         self.db.execute("BEGIN IMMEDIATE")
         try:
@@ -110,6 +114,10 @@ class Harness:
 
     def put(self, partition_id: int, *entries: Entry, **options: object) -> AppendResult:
         return self.append(partition_id, batch(entries, **options))  # type: ignore[arg-type]
+
+    def put_once(self, partition_id: int, producer: int, sequence: int = 0, now_ms: int = 0) -> int:
+        """Append a batch of an idempotent producer, and return its base offset."""
+        return self.append(partition_id, batch(producer_id=producer, epoch=0, sequence=sequence), now_ms).base_offset
 
     def fetch(self, partition_id: int, offset: int = 0, *, committed: bool = False, bytes_max: int = ALL) -> ReadResult:
         partition = self.log.partition(partition_id)

@@ -1,7 +1,7 @@
 """Tests of compaction and retention.
 
 Compaction removes superseded records, protects all others, and has a bounded cost. On a live broker, retention and
-compaction run off the event loop, continue after a restart, and lose no record. `test_log_model.py` tests random
+compaction run off the event loop, continue after a restart, and lose no record. `test_log.py` tests random
 orders.
 """
 
@@ -73,23 +73,6 @@ def test_the_last_batch_stays_whole_so_that_the_end_can_be_reached(broker: Harne
     assert _seen(broker, partition) == [(1, b"a", b"2"), (2, b"a", b"3"), (3, b"a", b"4")]
 
 
-def test_a_gap_is_read_over(broker: Harness, partition: int) -> None:
-    for number in range(5):
-        broker.put(partition, (b"a", b"%d" % number))
-    broker.compact(partition)
-    assert [row.offset for row in broker.rows(partition, offset=1)] == [3, 4]
-
-
-def test_what_is_older_than_the_new_part_and_not_in_it_stays(broker: Harness, partition: int) -> None:
-    for key in (b"first", b"second", b"z"):
-        broker.put(partition, (key, b"1"))
-    broker.compact(partition)
-    broker.put(partition, (b"second", b"2"))
-    broker.put(partition, (b"z", b"2"))
-    broker.compact(partition)
-    assert [offset for offset, _, _ in _seen(broker, partition)] == [0, 2, 3, 4]
-
-
 def test_records_without_a_key_stay(broker: Harness, partition: int) -> None:
     broker.put(partition, (None, b"1"), (b"a", b"1"), (None, b"2"))
     broker.put(partition, (b"a", b"2"))
@@ -138,22 +121,6 @@ def test_what_was_aborted_supersedes_nothing(broker: Harness, partition: int) ->
     assert broker.rows(partition, committed=True) == broker.rows(partition)
     assert broker.db.execute("SELECT count(*) FROM aborted").fetchone() == (0,)
     assert not [stored for stored in split(broker.fetch(partition).records) if stored.control]
-
-
-def test_all_batches_of_what_was_aborted_go(broker: Harness, partition: int) -> None:
-    broker.put(partition, (b"a", b"kept"), (b"b", b"kept"))
-    _write_transaction(broker, partition, (b"a", b"aborted"), (b"b", b"aborted"), (b"c", b"aborted"), commit=False)
-    broker.put(partition, (b"z", b"end"))
-    broker.compact(partition)
-    assert [stored.base_offset for stored in split(broker.fetch(partition).records)] == [0, 6]
-
-
-def test_what_is_undecided_is_not_looked_at(broker: Harness, partition: int) -> None:
-    broker.put(partition, (b"a", b"1"))
-    _write_transaction(broker, partition, (b"a", b"2"), commit=None)
-    broker.put(partition, (b"a", b"3"))
-    broker.compact(partition)
-    assert [value for _, _, value in _seen(broker, partition)] == [b"1", b"2", b"3"]
 
 
 def test_more_keys_than_fit_take_more_passes(broker: Harness, partition: int) -> None:

@@ -44,8 +44,7 @@ def _begin(broker: Harness, partition: int, name: str = "tx", now_ms: int = 0) -
 
 def test_producer_ids_are_never_given_twice(broker: Harness) -> None:
     first = [broker.run(broker.transactions.new_producer_id) for _ in range(3)]
-    broker.close()
-    broker.open()
+    broker.restart()
     assert len({*first, broker.run(broker.transactions.new_producer_id)}) == 4
 
 
@@ -64,16 +63,6 @@ def test_a_time_out_aborts_and_fences(broker: Harness) -> None:
         with pytest.raises(Rejected) as caught:
             broker.run(late)
         assert caught.value.code is Code.INVALID_PRODUCER_EPOCH
-
-
-def test_an_open_transaction_survives_a_restart(broker: Harness) -> None:
-    (partition,) = broker.topic()
-    producer, epoch = _begin(broker, partition)
-    broker.close()
-    broker.open()
-    assert broker.log.partition(partition).stable == 0
-    broker.run(lambda: broker.transactions.end("tx", producer, epoch, commit=True, now_ms=0))
-    assert len(broker.rows(partition, committed=True)) == 1
 
 
 def test_offsets_become_the_groups_with_the_commit(broker: Harness) -> None:
@@ -121,8 +110,7 @@ def test_a_transaction_outlives_one_of_its_topics(broker: Harness) -> None:
     broker.run(lambda: broker.topics.delete("gone"))
     broker.run(lambda: broker.transactions.end("tx", producer, epoch, commit=True, now_ms=0))
     assert len(broker.rows(remaining, committed=True)) == 1
-    broker.close()
-    broker.open()
+    broker.restart()
 
 
 def test_an_owner_gets_its_next_epoch_and_a_predecessor_none(broker: Harness) -> None:
@@ -133,8 +121,7 @@ def test_an_owner_gets_its_next_epoch_and_a_predecessor_none(broker: Harness) ->
 
     assert bump(epoch) == (producer, epoch + 1)
     assert bump(epoch) == (producer, epoch + 1)  # it did not hear the answer
-    broker.close()
-    broker.open()
+    broker.restart()
     assert bump(epoch) == (producer, epoch + 1)
     assert broker.run(lambda: broker.transactions.begin_session("tx", 1_000, 0)) == (producer, epoch + 2)
     for old in (epoch, epoch + 1):  # somebody else took it over

@@ -171,8 +171,7 @@ def test_a_reader_serves_nothing_that_is_damaged(written: tuple[Harness, int]) -
     with pytest.raises(Damaged, match="offset 5"):
         reads.read_batches(broker.reader, [ReadRequest(partition, 0, BATCHES, ALL, False)], ALL)
     broker.store.note_damage()
-    broker.close()
-    broker.open()  # the next start
+    broker.restart()  # the next start
     assert [lost.first_offset for lost in broker.store.lost] == [5]
     assert [row.offset for row in broker.rows(partition)] == [n for n in range(BATCHES) if n != 5]
 

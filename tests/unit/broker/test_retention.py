@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from headrace_broker import cleanup
+from headrace_broker import cleanup, log
+from headrace_broker.batch import parse_produced
 from headrace_broker.cleanup import LogBounds
 from headrace_broker.errors import Code, Rejected
 from headrace_broker.protocol.groups import (
@@ -51,22 +52,13 @@ def test_old_batches_go_and_the_log_starts_later(broker: Harness) -> None:
     assert broker.log.partition(partition).start == 4
 
 
-def test_a_younger_batch_protects_those_behind_it(broker: Harness) -> None:
-    (partition,) = broker.topic()
-    for time in (100, 500, 100):
-        broker.put(partition, (b"a", b"x"), timestamps=[time])
-    _expire(broker, partition, TopicConfig(retention_ms=100), now_ms=550)
-    assert broker.log.partition(partition).start == 1
-
-
 def test_everything_may_go_and_offsets_go_on(broker: Harness) -> None:
     (partition,) = broker.topic()
     broker.put(partition, (b"a", b"x"), timestamps=[1])
     _expire(broker, partition, TopicConfig(retention_ms=1), now_ms=1_000)
     state = broker.log.partition(partition)
     assert (state.start, state.end, state.bytes) == (1, 1, 0)
-    broker.close()
-    broker.open()
+    broker.restart()
     assert broker.put(partition, (b"a", b"x")).base_offset == 1
 
 
@@ -113,8 +105,9 @@ def test_batches_of_deleted_topics_are_purged(broker: Harness) -> None:
         for _ in range(600):
             broker.put(partition, (b"a", b"x"))
     broker.run(lambda: broker.topics.delete("gone"))
-    with pytest.raises(Rejected):
+    with pytest.raises(Rejected) as caught:
         broker.put(deleted[0], (b"a", b"late"))
+    assert caught.value.code is Code.UNKNOWN_TOPIC_OR_PARTITION
     purged = []
     while (partition_id := cleanup.deleted_partition(broker.reader)) is not None:
         purged.append(partition_id)
@@ -257,3 +250,48 @@ def test_refused_with_the_name_in_the_message(name: str, value: str) -> None:
     with pytest.raises(Rejected, match=name) as caught:
         parse([(name, value)])
     assert caught.value.code is Code.INVALID_CONFIG
+
+
+def test_a_producer_that_was_not_seen_for_long_is_forgotten(broker: Harness) -> None:
+    (partition,) = broker.topic()
+    broker.put_once(partition, producer=1, now_ms=10)
+    broker.put_once(partition, producer=2, now_ms=20)
+    broker.run(lambda: broker.log.forget_producers(20))
+    assert broker.log.producer(partition, 1) is None
+    assert broker.put_once(partition, producer=2) == 1, "a duplicate"
+    assert broker.put_once(partition, producer=1) == 2
+
+
+def test_a_producer_that_comes_back_in_the_commit_that_forgets_it_is_remembered(broker: Harness) -> None:
+    """A producer that writes in the same commit that would expire its state is kept."""
+    (partition,) = broker.topic()
+    producer, epoch = broker.run(lambda: broker.transactions.begin_session("tx", 1000, 0))
+    raw = batch(producer_id=producer, epoch=epoch, sequence=0)
+    broker.append(partition, raw, now_ms=10)
+    again = batch(producer_id=producer, epoch=epoch, sequence=1, transactional=True)
+
+    def one_commit() -> None:
+        broker.transactions.add_partitions("tx", producer, epoch, {partition}, 30)
+        broker.log.append(partition, parse_produced(again), 30)
+        broker.log.forget_producers(20)
+
+    broker.run(one_commit)
+    assert broker.append(partition, again, now_ms=30).base_offset == 1, "a duplicate"
+    broker.restart()
+    assert broker.log.partition(partition).stable == 1, "its transaction is open"
+    broker.run(lambda: broker.transactions.end("tx", producer, epoch, commit=True, now_ms=40))
+    assert broker.log.partition(partition).stable == 3
+
+
+def test_the_producers_that_were_used_last_are_kept_in_memory(broker: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log, "_PRODUCERS_CACHED", 2)
+    (partition,) = broker.topic()
+    for producer in (1, 2, 3):
+        broker.put_once(partition, producer)
+    statements: list[str] = []
+    broker.db.set_trace_callback(statements.append)
+    states = [broker.log.producer(partition, producer) for producer in (2, 3)]
+    broker.db.set_trace_callback(None)
+    assert all(states)
+    assert statements == [], "no query"
+    assert broker.log.producer(partition, 1) is not None
