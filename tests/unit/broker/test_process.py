@@ -21,7 +21,7 @@ from pydantic import SecretStr
 
 from headrace_broker.broker import Credentials, Login
 from headrace_broker.dispatch import APIS, BEFORE_LOGIN
-from headrace_runtime.errors import SettingError
+from headrace_runtime.errors import SettingError, Unavailable
 from headrace_runtime.kafka import topics
 from headrace_runtime.kafka.producer import EventProducer
 from headrace_runtime.kafka.topics import check_login, client_options
@@ -124,6 +124,27 @@ async def test_our_clients_log_in(settings: BusSettings, tmp_path: Path) -> None
         "experiences", **client_options(settings), group_id="g", auto_offset_reset="earliest"
     ) as consumer:
         assert (await asyncio.wait_for(consumer.getone(), 20)).topic == "experiences"
+
+
+async def test_a_producer_stops_while_the_bus_does_not_answer(tmp_path: Path) -> None:
+    """aiokafka tries again without end, as long as a record of an idempotent producer has no acknowledgement."""
+    process = BrokerProcess(tmp_path / "broker")
+    await asyncio.to_thread(process.start)
+    own = BusSettings(address=process.address, request_timeout_s=1)
+    await topics.ensure(own)
+    producer = EventProducer(own, "headrace/test", BlobStore(tmp_path.as_uri()))
+    await producer.start()
+    await producer.send(experience("E", "a"))
+    os.kill(process.pid, signal.SIGSTOP)
+    try:
+        sending = asyncio.create_task(producer.send(experience("F", "a")))
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(20):
+            await producer.stop()
+        with pytest.raises(Unavailable):
+            await sending
+    finally:
+        process.kill()
 
 
 @pytest.mark.parametrize("change", [{"password": SecretStr("wrong")}, {"username": "somebody"}])

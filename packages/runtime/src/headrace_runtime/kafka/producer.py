@@ -11,10 +11,14 @@ from aiokafka.errors import KafkaConnectionError, KafkaError, MessageSizeTooLarg
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.kafka.topics import client_options
 from headrace_runtime.kafka.wire import Outgoing, encode
+from headrace_runtime.process.logs import get_logger
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_schemas import Event
 
+log = get_logger(__name__)
+
+_ABANDON_TIMEOUT_S = 1.0
 _AT_A_TIME = 8
 """Number of records that are queued before other tasks run. aiokafka only queues a record, so many records would block
 the event loop."""
@@ -24,7 +28,7 @@ class EventProducer:
     """Producer for the events of one service. `send` returns once the record is durable. Concurrent calls are possible.
 
     `source` is the `ce_source` of the events, for example `headrace/gateway`. Call `start` before use, and at the end
-    `stop`, which sends all queued records.
+    `stop`, which sends the queued records.
     """
 
     def __init__(self, settings: BusSettings, source: str, blobs: BlobStore) -> None:
@@ -57,16 +61,28 @@ class EventProducer:
         self._producer = producer
 
     async def stop(self) -> None:
-        """Send all queued records, and disconnect."""
-        if self._producer is not None:
-            await self._producer.stop()
-            self._producer = None
+        """Send all queued records, and disconnect.
+
+        Records that the bus has not acknowledged within `request_timeout_s` are discarded, because an idempotent
+        producer tries again without end.
+        """
+        if self._producer is None:
+            return
+        flushing = asyncio.create_task(self._producer.flush())
+        await asyncio.wait([flushing], timeout=self._settings.request_timeout_s)
+        if flushing.done():
+            producer, self._producer = self._producer, None
+            await producer.stop()
+            return
+        flushing.cancel()
+        log.warning("records_discarded", bus=self._settings.address, reason="the bus has not acknowledged them in time")
+        await self.abandon()
 
     async def abandon(self) -> None:
         """Disconnect, and discard the queued records.
 
         aiokafka has no public method for this. Cancelling its sender task first leaves no records that `stop` would
-        send.
+        send. The task waits for its requests, which end when the connections are closed.
         """
         producer, self._producer = self._producer, None
         if producer is None:
@@ -74,9 +90,11 @@ class EventProducer:
         sending: asyncio.Task[None] | None = producer._sender.sender_task
         if sending is not None:
             sending.cancel()
-            await asyncio.wait([sending])
+            await producer.client.close()
+            await asyncio.wait([sending], timeout=_ABANDON_TIMEOUT_S)
         producer._message_accumulator.fail_all(KafkaConnectionError("given up"))
-        await producer.stop()
+        if sending is None or sending.done():
+            await producer.stop()
 
     async def encode(
         self, event: Event, partition: int | None = None, *, after: Mapping[str, int] | None = None
