@@ -15,8 +15,9 @@ import pytest
 
 from headrace_schemas import Routing
 from headrace_schemas.http.catalog import NoteList
-from headrace_schemas.http.registry_api import VersionList
+from headrace_schemas.http.registry_api import VersionList, VersionState
 from headrace_schemas.values.blobs import File
+from tests.unit.registry.catalog.test_garbage import collect, file_exists, retired
 from tests.unit.registry.conftest import OPPONENT, CatalogBench, refusal
 from tests.unit.registry.rig import MODEL, loaded
 
@@ -302,3 +303,36 @@ async def test_tags_and_notes_are_stored_and_limited(bench: CatalogBench) -> Non
         "too_many_tags",
     )
     assert refusal(await bench.get(f"models/{OPPONENT}/notes?version=nobody")) == (404, "version_not_found")
+
+
+def damage_manifest(bench: CatalogBench, version: VersionState, damage: str) -> None:
+    blobs, ref = bench.rig.blobs, version.manifest
+    blobs.delete(ref)
+    if damage != "gone":
+        blobs._write(blobs._path(ref.sha256), b"{}" if damage == "flipped" else b"")
+
+
+@pytest.mark.parametrize("damage", ["flipped", "empty", "gone"])
+@pytest.mark.parametrize("is_retired", [False, True])
+async def test_garbage_collects_other_versions_while_a_manifest_cannot_be_read(
+    bench: CatalogBench, damage: str, is_retired: bool
+) -> None:
+    shared = File(path="shared.json", blob=bench.rig.blobs.put(b"shared"))
+    damaged = await (retired if is_retired else type(bench).register)(bench, "v1", files=(shared,))
+    other = await retired(bench, "v2", files=(shared,))
+    answer = (await bench.get(f"versions/{damaged}")).json()["data"][0]
+    damage_manifest(bench, VersionState.model_validate(answer), damage)
+    report = await collect(bench)
+    assert [collected_version.version for collected_version in report.collected] == [other]
+    assert not file_exists(bench, "v2")
+    assert file_exists(bench, "v1")
+    assert file_exists(bench, "shared"), "the version whose manifest cannot be read has it, too"
+    (kept,) = (kept_version for kept_version in report.kept if kept_version.version == damaged)
+    assert "its manifest cannot be read" in kept.needed_by[0]
+    bench.rig.boot()  # a registry that has never read the manifest knows the files from the database
+    await bench.rig.lease.acquire()
+    again = CatalogBench(bench.rig)
+    assert (await collect(again)).collected == (await collect(again)).collected
+    assert file_exists(again, "v1")
+    trouble = [model["trouble"] for model in (await again.get("models")).json()["data"]]
+    assert any(damaged in (text or "") for text in trouble)

@@ -7,10 +7,12 @@ while files are deleted, because a registration may rely on a file that it has j
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Sequence
+import json
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 
-from sqlalchemy import update
+from sqlalchemy import select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_registry import catalog
@@ -21,16 +23,17 @@ from headrace_registry.garbage.plan import GarbagePlan
 from headrace_registry.storage import audit, store
 from headrace_registry.storage.leader import LeaderLease
 from headrace_registry.storage.records import VersionRecord
-from headrace_registry.storage.tables import VERSIONS
+from headrace_registry.storage.tables import VERSION_FILES, VERSIONS
 from headrace_registry.versions.transition import Transition
 from headrace_runtime.clock import epoch_ms
-from headrace_runtime.errors import CorruptBlob, MissingBlob
+from headrace_runtime.errors import CorruptBlob, MissingBlob, Refused
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage.blobs import BlobStore
+from headrace_runtime.storage.tables import upsert
 from headrace_runtime.storage.versions import read_manifest
 from headrace_runtime.stream.processor import Processor
 from headrace_schemas import Event
-from headrace_schemas.http.catalog import GarbageReport
+from headrace_schemas.http.catalog import GarbageReport, KeptVersion
 from headrace_schemas.values.blobs import Manifest
 
 log = get_logger(__name__)
@@ -67,6 +70,12 @@ class GarbageCollector:
         """Manifests of the versions with files in the store. A manifest never changes."""
         self._sizes: dict[str, dict[str, int]] = {}
         """Sizes of the files in the store by digest, for each of these versions. A manifest may list other ones."""
+        self._recorded: set[str] = set()
+        """Versions whose files are in `VERSION_FILES`."""
+        self._problems: dict[str, str] = {}
+        """Versions whose manifest could not be read when it was read last, with the reason."""
+        self._named: dict[str, str] | None = None
+        """The problems that `VERSION_FILES` has; None until they have been read."""
         self._within_limit: frozenset[str] | None = None
         """Versions when they were last within the limit."""
         self.lock = asyncio.Lock()
@@ -79,7 +88,8 @@ class GarbageCollector:
             dry_run: whether to report the files without deleting them.
 
         Raises:
-            Refused: the saved state of a lineage cannot be read, so that it is unknown which files it needs.
+            Refused: the saved state of a lineage cannot be read, so that it is unknown which files it needs; or a
+                manifest, so that it is unknown which files its version has, because no earlier run could read it.
             Unavailable: the blob store does not answer.
         """
         async with self.lock:
@@ -105,6 +115,7 @@ class GarbageCollector:
             if names == self._within_limit:
                 return ()
             manifests = await asyncio.to_thread(self._cached_manifests, versions)
+            await self._record(versions, manifests.values())
             present = [version for version in versions if version.version in manifests]
             blobs = {name: self._sizes[name] for name in manifests}
             bytes_max = self._bytes_max or storage_limit.default_limit(blobs)
@@ -221,24 +232,101 @@ class GarbageCollector:
         for lineage, versions in (await asyncio.to_thread(lineages.needed_versions, self._blobs)).items():
             for version in versions:
                 needs.setdefault(version, []).append(f"lineage {lineage} goes on from it or may go back to it")
-        manifests = await asyncio.to_thread(self._manifests, [*kept_versions, *retired[RETIRED_MAX:]])
+        active_versions, examined = [*kept_versions, *retired[RETIRED_MAX:]], retired[:RETIRED_MAX]
+        active = await asyncio.to_thread(self._manifests, active_versions)
+        removable = await asyncio.to_thread(self._manifests, examined)
+        await self._record([*active_versions, *examined], (*active, *removable))
+        unreadable = [version for version in (*active_versions, *examined) if version.version in self._problems]
+        for version in unreadable:
+            if version.base is not None:
+                needs.setdefault(version.base, []).append(f"{version.version} is an adapter of it")
         protected = {version.manifest.sha256 for version in (*retired, *kept_versions)}
-        return plan.make_plan(
-            await asyncio.to_thread(self._manifests, retired[:RETIRED_MAX]), manifests, needs, protected
-        )
+        protected |= await self._recorded_files(unreadable)
+        plan_made = plan.make_plan(removable, active, needs, protected)
+        return replace(plan_made, kept=(*plan_made.kept, *map(self._keep_unreadable, unreadable)))
+
+    def _keep_unreadable(self, version: VersionRecord) -> KeptVersion:
+        problem = f"its manifest cannot be read: {self._problems[version.version]}"
+        return KeptVersion(version=version.version, needed_by=(problem,))
 
     def _manifests(self, versions: Sequence[VersionRecord]) -> list[Manifest]:
-        """Return the manifests of `versions`. Versions without a manifest are left out; they were rejected, and have no
-        files."""
+        """Return the manifests of `versions`. Rejected versions without a manifest are left out, because they have no
+        files. Other versions whose manifest cannot be read are left out, too, and added to `_problems`."""
         manifests = []
         for version in versions:
             try:
                 manifests.append(read_manifest(self._blobs, version.manifest))
+                self._problems.pop(version.version, None)
             except (MissingBlob, CorruptBlob) as error:
-                if version.state != "rejected":
-                    raise
-                log.warning("manifest_passed_over", version=version.version, error=str(error))
+                if version.state == "rejected":
+                    log.warning("manifest_passed_over", version=version.version, error=str(error))
+                else:
+                    self._problems[version.version] = str(error)
         return manifests
+
+    async def _record(self, versions: Sequence[VersionRecord], manifests: Iterable[Manifest]) -> None:
+        """Store the digests of the files of versions, and which manifests cannot be read, as far as either is new."""
+        named = self._named = self._named if self._named is not None else await self._read_problems()
+        models = {version.version: version.model for version in versions}
+        new = models.keys() - self._recorded
+        files = {manifest.version: manifest for manifest in manifests if manifest.version in new}
+        problems = {name: self._problems.get(name) for name in models}
+        changed = {name: problem for name, problem in problems.items() if problem != named.get(name)}
+
+        async def record(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+            await self._lease.check(tx)
+            for name, manifest in files.items():
+                digests = json.dumps(sorted({file.blob.sha256 for file in manifest.files}))
+                await upsert(tx, VERSION_FILES, {"version": name}, {"model": models[name], "files": digests})
+            for name, problem in changed.items():
+                await upsert(tx, VERSION_FILES, {"version": name}, {"model": models[name], "problem": problem})
+            return ()
+
+        if files or changed:
+            await self._processor.step(record)
+        self._recorded |= files.keys()
+        for name, problem in changed.items():
+            if problem is None:
+                del named[name]
+                log.info("manifest_readable", version=name)
+            else:
+                named[name] = problem
+                log.error("manifest_unreadable", version=name, error=problem)
+
+    async def _read_problems(self) -> dict[str, str]:
+        problems: dict[str, str] = {}
+
+        async def read(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+            query = select(VERSION_FILES.c.version, VERSION_FILES.c.problem).where(VERSION_FILES.c.problem.is_not(None))
+            problems.update({row.version: row.problem for row in await tx.execute(query)})
+            return ()
+
+        await self._processor.step(read)
+        return problems
+
+    async def _recorded_files(self, versions: Sequence[VersionRecord]) -> set[str]:
+        """Return the digests of the files of versions whose manifest cannot be read.
+
+        Raises:
+            Refused: no earlier run could read one of these manifests.
+        """
+        files: dict[str, str | None] = {}
+
+        async def read(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
+            for version in versions:
+                statement = select(VERSION_FILES.c.files).where(VERSION_FILES.c.version == version.version)
+                files[version.version] = (await tx.execute(statement)).scalar_one_or_none()
+            return ()
+
+        if versions:
+            await self._processor.step(read)
+        digests: set[str] = set()
+        for name, text in files.items():
+            if text is None:
+                problem = f"{name}: its manifest cannot be read, so nothing is collected: {self._problems[name]}"
+                raise Refused(409, "manifest_unreadable", problem, "version")
+            digests.update(json.loads(text))
+        return digests
 
     async def _mark(self, version: str, act: audit.AuditedAction, detail: str) -> None:
         async def mark(tx: AsyncConnection, now: datetime) -> Sequence[Event]:

@@ -101,8 +101,16 @@ async def model_state(
         trials=record.trials,
         aliases=await store.aliases(tx, record.model),
         revision=record.revision,
-        trouble=None if replicas is None else await _unserved_reason(tx, record, replicas),
+        trouble=None if replicas is None else await _trouble(tx, record, replicas),
     )
+
+
+async def _trouble(tx: AsyncConnection, record: ModelRecord, replicas: Sequence[Replica]) -> str | None:
+    """Return why no replica serves the model, or which manifest cannot be read; None without either."""
+    reasons = [await _unserved_reason(tx, record, replicas)]
+    for name, problem in (await store.unreadable_manifests(tx, record.model)).items():
+        reasons.append(f"{name}: its manifest cannot be read: {problem}")
+    return "; ".join(filter(None, reasons))[:_TROUBLE_LENGTH_MAX] or None
 
 
 async def _unserved_reason(tx: AsyncConnection, record: ModelRecord, replicas: Sequence[Replica]) -> str | None:

@@ -21,6 +21,7 @@ from headrace_registry.storage.tables import (
     NOTES,
     TAGS,
     VERDICTS,
+    VERSION_FILES,
     VERSIONS,
 )
 from headrace_runtime.clock import from_epoch_ms
@@ -155,6 +156,14 @@ async def decisions(tx: AsyncConnection, names: Iterable[str]) -> list[ModelEven
     """Return all decisions about the versions `names`, oldest first."""
     query = select(DECISIONS).where(DECISIONS.c.version.in_(list(names))).order_by(DECISIONS.c.id)
     return [_decision(row) for row in (await tx.execute(query)).mappings()]
+
+
+async def unreadable_manifests(tx: AsyncConnection, model: str) -> dict[str, str]:
+    """Return by version the problems of the manifests that garbage collection could not read."""
+    query = select(VERSION_FILES.c.version, VERSION_FILES.c.problem).where(
+        VERSION_FILES.c.model == model, VERSION_FILES.c.problem.is_not(None)
+    )
+    return {row.version: row.problem for row in await tx.execute(query.order_by(VERSION_FILES.c.version))}
 
 
 async def _named(tx: AsyncConnection, names: Iterable[str]) -> dict[str, VersionRecord]:

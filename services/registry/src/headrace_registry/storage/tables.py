@@ -69,6 +69,15 @@ VERSIONS = Table(
     Index("ix_versions_retired", "retired_ms"),
 )
 
+VERSION_FILES = Table(
+    "version_files",
+    METADATA,
+    Column("version", Text, primary_key=True),
+    Column("model", Text, nullable=False, index=True),
+    Column("files", Text),  # digests of its files, as a JSON list; NULL if its manifest was never read
+    Column("problem", Text),  # why its manifest cannot be read now
+)
+
 ALIASES = Table(
     "aliases",
     METADATA,

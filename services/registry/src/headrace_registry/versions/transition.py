@@ -18,7 +18,7 @@ from headrace_registry.storage.records import (
     TrialResult,
     VersionRecord,
 )
-from headrace_registry.storage.tables import CHAMPIONS, EVALUATIONS, MODELS, VERDICTS, VERSIONS
+from headrace_registry.storage.tables import CHAMPIONS, EVALUATIONS, MODELS, VERDICTS, VERSION_FILES, VERSIONS
 from headrace_registry.versions import routing, state_changes
 from headrace_registry.versions.state_changes import StateChanges
 from headrace_runtime.clock import epoch_ms
@@ -81,6 +81,10 @@ class Transition(StateChanges):
             "changed_ms": epoch_ms(self.now),
         }
         await self.tx.execute(insert(VERSIONS).values(values))
+        if manifest is not None:
+            files = json.dumps(sorted({file.blob.sha256 for file in manifest.files}))
+            key = {"version": checkpoint.version}
+            await upsert(self.tx, VERSION_FILES, key, {"model": checkpoint.model, "files": files})
         if problem:
             await self.record_decision(checkpoint.model, checkpoint.version, "rejected", reason=problem)
             return
