@@ -8,10 +8,13 @@ test-long` at each point.
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -21,13 +24,19 @@ from headrace_runtime.storage.versions import read_manifest
 from headrace_schemas import Event
 from headrace_schemas.events.checkpoint import LISTED_MAX
 from headrace_schemas.values.blobs import BlobRef
+from headrace_trainer.backends import Backend
+from headrace_trainer.batches.batch import Batch
 from headrace_trainer.experiences import state
 from headrace_trainer.experiences.state import LineageState
+from headrace_trainer.learner import LearnerLost, StepResult
 from headrace_trainer.lineage import opening
 from headrace_trainer.lineage.saved import Pointer
+from headrace_trainer.lineage.step_journal import StepLost
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trainer import Trainer
+from tests.simulation import services
+from tests.simulation.services import RememberingLearner
 from tests.unit.trainer.conftest import Make
 from tests.unit.trainer.world import Bus, World, decision, experience
 
@@ -278,3 +287,113 @@ async def test_a_death_around_a_refused_version_changes_nothing(
     assert expected["numbers"] == [0, 1, 2, 3, 4, 5]
     for at in range(1, points + 1, stride):
         assert (await run_story(tmp_path / f"{at}", at))[0] == expected, f"died at point {at}"
+
+
+class KillingLearner(RememberingLearner):
+    """Learner that ends its process, or is lost, in each step with certain experiences."""
+
+    def __init__(self, lineage: str, poison: Collection[str], failure: Callable[[], BaseException]) -> None:
+        super().__init__(lineage)
+        self._poison = poison
+        self._failure = failure
+
+    def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
+        if any(row.experience_id in self._poison for row in batch.rows):
+            raise self._failure()
+        return super().step(batch, stop, from_base=from_base)
+
+
+def using(poison: Collection[str], failure: Callable[[], BaseException]) -> Any:
+    backend = Backend(lambda _, settings: KillingLearner(settings.lineage, poison, failure))
+    return mock.patch("headrace_trainer.torch_learner.TORCH", backend)
+
+
+def killing_settings(steps_per_version: int = 2) -> TrainerSettings:
+    small = {"batch_experiences": 8, "batch_experiences_min": 1, "batch_wait_s": 30.0, "save_interval_s": 1e9}
+    table = {**small, "base": str(services.BASE), "model": "m", "max_staleness": 9}
+    return TrainerSettings.model_validate(table | {"steps_per_version": steps_per_version})
+
+
+async def run_until_survived(world: World, settings: TrainerSettings, deaths_max: int) -> None:
+    for _ in range(deaths_max + 1):
+        with contextlib.suppress(Died, LearnerLost, StepLost):
+            await world.run(settings)
+            return
+    raise AssertionError(f"{deaths_max + 1} processes died")
+
+
+REASONS: dict[str, Callable[[], BaseException]] = {
+    "the training process ended during the step": Died,
+    "LearnerLost: a rank raised ValueError: odd row": lambda: LearnerLost("a rank raised ValueError: odd row"),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize("poison", [{"e3"}, {"e8"}, {"e2", "e5"}, {"e20"}])
+async def test_an_experience_that_kills_each_process_is_dropped_by_name_and_the_others_are_trained(
+    tmp_path: Path, reason: str, poison: set[str]
+) -> None:
+    world, settings = World(tmp_path), killing_settings()
+    with using(poison, REASONS[reason]):
+        await world.run(settings)
+        version = world.bus.checkpoints[0].version
+        world.bus.produce(*(experience(n, version, reward=n % 3) for n in range(32)))
+        await run_until_survived(world, settings, 12 * len(poison))
+    verdicts = {outcome.experience_id: outcome for outcome in world.bus.verdicts}
+    assert {name for name, outcome in verdicts.items() if outcome.dropped} == poison
+    assert all((verdicts[name].dropped, verdicts[name].detail) == ("invalid", reason) for name in poison)
+    assert {name for (name, _), outcome in world.bus.fates.items() if outcome == "trained"} == {
+        f"e{n}" for n in range(32)
+    } - poison
+    batches = [record for account in world.bus.accounts for record in account.batches]
+    assert {name for record in batches for name in record.left_out} == poison, "a replay leaves them out, too"
+
+
+async def test_a_batch_that_grows_between_the_deaths_of_its_processes_is_taken_apart(tmp_path: Path) -> None:
+    world, settings, number = World(tmp_path), killing_settings(1), 4
+    with using({"e1"}, Died):
+        await world.run(settings)
+        version = world.bus.checkpoints[0].version
+        world.bus.produce(*(experience(n, version, reward=n % 3) for n in range(number)))
+        for _ in range(12):
+            with contextlib.suppress(Died):
+                await world.run(settings, wait_s=30.0)
+                break
+            world.bus.produce(experience(number, version, reward=number % 3))
+            number += 1
+    assert [name for (name, _), outcome in world.bus.fates.items() if outcome != "trained"] == ["e1"]
+
+
+async def test_processes_that_are_killed_from_outside_drop_nothing(tmp_path: Path) -> None:
+    world, settings, kills = World(tmp_path), killing_settings(), iter(range(5))
+
+    class UnluckyLearner(RememberingLearner):
+        def step(self, batch: Batch, stop: threading.Event, *, from_base: bool = False) -> StepResult:
+            if next(kills, None) is not None:
+                raise Died
+            return super().step(batch, stop, from_base=from_base)
+
+    backend = Backend(lambda _, chosen: UnluckyLearner(chosen.lineage))
+    with mock.patch("headrace_trainer.torch_learner.TORCH", backend):
+        await world.run(settings)
+        version = world.bus.checkpoints[0].version
+        world.bus.produce(*(experience(n, version, reward=n % 3) for n in range(16)))
+        await run_until_survived(world, settings, 8)
+    assert list(world.bus.fates.values()) == ["trained"] * 16
+
+
+async def test_a_learner_that_kills_its_process_at_every_step_drops_nothing(tmp_path: Path) -> None:
+    world, settings = World(tmp_path), killing_settings()
+    everything: Any = mock.MagicMock(__contains__=lambda *_: True)
+    with using((), Died):
+        await world.run(settings)
+        version = world.bus.checkpoints[0].version
+        world.bus.produce(*(experience(n, version, reward=n % 3) for n in range(16)))
+    with using(everything, Died):
+        for _ in range(11):
+            with pytest.raises((Died, StepLost)):
+                await world.trainer(settings).run()
+    assert world.bus.fates == {}
+    with using((), Died):
+        await world.run(settings)
+    assert list(world.bus.fates.values()) == ["trained"] * 16

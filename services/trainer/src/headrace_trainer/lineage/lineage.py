@@ -12,11 +12,9 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from headrace_runtime.clock import Clock
-from headrace_runtime.metrics import ITEMS_FAILED
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.storage import versions as files
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_runtime.storage.isolation import reason_of
 from headrace_schemas import ModelEvent
 from headrace_schemas.values.blobs import Manifest
 from headrace_trainer.batches import summary
@@ -27,9 +25,18 @@ from headrace_trainer.experiences.state import LineageState
 from headrace_trainer.experiences.waiting import WaitingExperience
 from headrace_trainer.learner import GRADIENT_FACTOR, Learner, LearnerLost, NotFinite, StepRefused
 from headrace_trainer.lineage import control, versions
-from headrace_trainer.lineage.culprits import StepFailed, apply_result, open_trials, try_step
+from headrace_trainer.lineage.culprits import (
+    StepFailed,
+    apply_result,
+    check_losses,
+    failure_reason,
+    leave_out,
+    open_trials,
+    try_step,
+)
 from headrace_trainer.lineage.saved import SavedState
 from headrace_trainer.lineage.saving import LineageResources, LineageSnapshot, Save
+from headrace_trainer.lineage.step_journal import StepJournal
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.metrics import NOT_FINITE, REWINDS
 from headrace_trainer.settings import TrainerSettings
@@ -80,6 +87,7 @@ class Lineage:
         """Experiences that the original of a replay left out of the batches that are cut now."""
         self._trained_batch: Batch | None = None
         """The last batch that was trained."""
+        self._journal = StepJournal(blobs, settings.lineage, saved.steps)
         self._undecided = 0
         """Number of experiences of the last step that was refused because they were too few. It is not saved: the next
         process measures the same for them."""
@@ -154,10 +162,16 @@ class Lineage:
         Raises:
             Abandoned: the process is ending. The state in memory must not be saved.
             LearnerLost: the learner has failed. The state in memory must not be saved.
-            StepFailed: the step failed and nothing was changed. Call `step_isolated` next.
+            StepFailed: the step failed, or was lost three times, and nothing was changed. Call `step_isolated` next.
         """
+        items = self._without_culprits(items)
+        check_losses(self._journal, items)
+        with self._journal.watch_step(items):
+            return self._step(items, stop)
+
+    def _step(self, items: Sequence[WaitingExperience], stop: threading.Event) -> Mapping[str, float]:
         settings = self._settings
-        items, prepared = self._prepare(self._without_recorded(items))
+        items, prepared = self._prepare(items)
         if prepared is None:
             return {}
         digest, measures_base = prepared.batch.digest(), self._measures_base
@@ -200,25 +214,14 @@ class Lineage:
 
     def _isolate(self, failure: StepFailed, stop: threading.Event) -> Sequence[WaitingExperience]:
         """Drop the experiences that made a step fail, and return the others."""
-        not_finite = isinstance(failure.cause, NotFinite)
-        with open_trials(self.learner, self._store, self._prepare_batch, stop) as trials:
-            if not not_finite and trials.succeeds(failure.items):
-                return failure.items
-            culprits = trials.find_culprits(failure)
-            if not culprits and not not_finite:
-                culprits = [(item, failure.cause) for item in failure.items]
-            if len(culprits) == len(failure.items) and not trials.is_learner_sound(self._trained_batch):
-                culprits = []
-        if not culprits and not not_finite:
-            raise failure.cause
-        if not culprits:
+        with open_trials(self.learner, self._store, self._prepare_batch, stop, self._journal) as trials:
+            culprits = trials.isolate(failure, self._trained_batch)
+        if not culprits and isinstance(failure.cause, NotFinite):
             self._drop_not_finite(failure.items)
             return ()
-        for item, error in culprits:
-            reason = "the gradient is not finite" if isinstance(error, NotFinite) else reason_of(error)
-            self._leave_out(item, reason)
-        names = {item.experience.experience_id for item, _ in culprits}
-        return [item for item in failure.items if item.experience.experience_id not in names]
+        reasons = {item.experience.experience_id: failure_reason(error) for item, error in culprits}
+        self._journal.end_search(failure.suspects, reasons)
+        return leave_out(self.state, failure.items, reasons)
 
     def _drop_not_finite(self, items: Sequence[WaitingExperience]) -> None:
         digest = self._prepare_batch(items).batch.digest()
@@ -229,18 +232,13 @@ class Lineage:
         self.state.record_batch(digest, len(items))
         self.health = self.health.with_step({"gradient_norm": math.inf}, self._settings.health)
 
-    def _leave_out(self, item: WaitingExperience, reason: str) -> None:
-        name, kind = item.experience.experience_id, reason.partition(":")[0]
-        log.error("item_failed", step="training", item=name, kind=kind)
-        ITEMS_FAILED.labels("training").inc()
-        self.state.leave_out(item, reason)
-
-    def _without_recorded(self, items: Sequence[WaitingExperience]) -> Sequence[WaitingExperience]:
-        """Drop the experiences that the original training of a replay left out, and return the others."""
-        left_out = [item for item in items if item.experience.experience_id in self.recorded_left_out]
-        for item in left_out:
-            self.state.leave_out(item, "the training step of the original lineage failed with this experience")
-        return [item for item in items if item.experience.experience_id not in self.recorded_left_out]
+    def _without_culprits(self, items: Sequence[WaitingExperience]) -> Sequence[WaitingExperience]:
+        """Drop the experiences that the original training of a replay left out, and those that an earlier process found
+        to be at fault. Return the others.
+        """
+        reason = "the training step of the original lineage failed with this experience"
+        reasons = dict.fromkeys(self.recorded_left_out, reason) | self._journal.reasons(items)
+        return leave_out(self.state, items, reasons)
 
     def _prepare(self, items: Sequence[WaitingExperience]) -> tuple[Sequence[WaitingExperience], PreparedBatch | None]:
         """Build a training batch from waiting experiences, and return it with the experiences in it. Experiences that
@@ -249,8 +247,8 @@ class Lineage:
         if not items:
             return (), None
         isolated = prepare_isolated(items, self._prepare_batch)
-        for item, reason in isolated.culprits:
-            self._leave_out(item, reason)
+        reasons = {item.experience.experience_id: reason for item, reason in isolated.culprits}
+        leave_out(self.state, items, reasons)
         return isolated.items, isolated.prepared
 
     def _prepare_batch(self, items: Sequence[WaitingExperience]) -> PreparedBatch:
@@ -374,6 +372,7 @@ class Lineage:
         """Apply the result of a durable save to this lineage. Return whether there is a new version."""
         assert save.result is not None, "it is written first"
         self.saved, self.state.history, new = save.result
+        self._journal.note_save(self.saved.steps)
         return new
 
     def _revert_save(self, save: Save) -> None:
