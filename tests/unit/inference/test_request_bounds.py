@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from structlog.testing import capture_logs
+from tokenizers import Tokenizer
 
 from headrace_inference.chat.tokenizer import ChatTokenizer
 from headrace_inference.engine import Sampling, Start
@@ -25,7 +26,7 @@ from headrace_inference.errors import Overloaded, PromptEmpty, TokenOutOfVocabul
 from headrace_inference.fleet import _report_tokens_without_row
 from headrace_inference.http.wire import ChatRequest
 from headrace_inference.torch_engine.engine import TorchEngine
-from headrace_runtime.storage.versions import file_digest, template_digest
+from headrace_runtime.storage.versions import TOKENIZER_FILE, file_digest, template_digest
 from headrace_schemas.events.chat import Sampling as RecordedSampling
 from headrace_schemas.http.replica_api import ScoreRequest, TokensToScore
 from tests.support.hostile_json import FORMAT, MESSAGES, TOOL, kinds_everywhere
@@ -119,6 +120,21 @@ def larger(models: Models, tmp_path: Path) -> ChatTokenizer:
     path.write_text(json.dumps(content), encoding="utf-8")
     digests = {"tokenizer_sha256": file_digest(path), "template_sha256": template_digest(folder)}
     return ChatTokenizer(folder, models.first.manifest.model_copy(update=digests))
+
+
+def test_a_tokenizer_file_with_truncation_and_padding_leaves_prompts_whole(models: Models, tmp_path: Path) -> None:
+    whole = ChatTokenizer(models.first.folder, models.first.manifest)
+    folder = tmp_path / "cutting"
+    shutil.copytree(models.first.folder, folder)
+    file = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    file.enable_truncation(max_length=4)
+    file.enable_padding(length=256)
+    file.save(str(folder / TOKENIZER_FILE))
+    digest = {"tokenizer_sha256": file_digest(folder / TOKENIZER_FILE)}
+    cutting = ChatTokenizer(folder, models.first.manifest.model_copy(update=digest))
+    text = whole.render([{"role": "user", "content": "Which mail is about the invoice?"}], None, {})
+    assert cutting.encode(text) == whole.encode(text)
+    assert cutting.encode_raw(text, add_special_tokens=True) == whole.encode_raw(text, add_special_tokens=True)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -3,6 +3,8 @@ faults."""
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,11 +15,13 @@ import numpy as np
 import pytest
 import structlog
 import torch
+from tokenizers import Tokenizer
 
 from headrace_runtime.errors import SettingError
 from headrace_runtime.settings.sections import Common
 from headrace_trainer import check
 from headrace_trainer.batches.batch import Row
+from headrace_trainer.experiences.templates import load_tokenizer
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import ComputeSettings, LoraSettings, TrainerSettings
@@ -294,3 +298,44 @@ def test_the_two_are_never_in_memory_together(base: Path, monkeypatch: pytest.Mo
     gc.collect()
     assert [model() for model in opened] == [None]
     assert stored.compare(Policy.open(base, ComputeSettings(device="cpu"), LoraSettings(), 0)).difference is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rms_norm_eps": math.nan}, "its logprobs contain NaN"),
+        ({"rope_parameters": {"rope_theta": 0, "rope_type": "default"}}, "its logprobs contain NaN"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps"),
+        ({"num_attention_heads": 0}, "division"),
+        ({"dtype": "float8_nope"}, "float8_nope"),
+        ({"layer_types": ["full_attention"] * 5}, "layer_type"),
+    ],
+    ids=str,
+)
+async def test_a_damaged_configuration_is_a_sentence_about_the_base(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    base = tiny_model.build(tmp_path / "base")
+    file = base / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(SettingError, match=rf"trainer\.base.*{words}"):
+        await check.check(Common(), settings(base))
+
+
+async def test_a_damaged_header_of_weights_is_a_sentence_about_the_base(tmp_path: Path) -> None:
+    base = tiny_model.build(tmp_path / "base")
+    with (base / "model.safetensors").open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(SettingError, match=r"trainer\.base.*not fully covered"):
+        await check.check(Common(), settings(base))
+
+
+def test_a_tokenizer_file_with_truncation_and_padding_leaves_texts_whole(tmp_path: Path) -> None:
+    base = tiny_model.build(tmp_path / "base")
+    text = "Which mail is about the invoice?"
+    token_ids = load_tokenizer(base).encode(text).ids
+    file = Tokenizer.from_file(str(base / "tokenizer.json"))
+    file.enable_truncation(max_length=4)
+    file.enable_padding(length=256)
+    file.save(str(base / "tokenizer.json"))
+    assert load_tokenizer(base).encode(text).ids == token_ids

@@ -73,6 +73,8 @@ class ChatTokenizer:
                 folder, local_files_only=True, trust_remote_code=False
             )
             self._inner: Any = self._transformers_tokenizer.backend_tokenizer
+            self._inner.no_truncation()  # settings of its last use in training, which would cut or pad each prompt
+            self._inner.no_padding()
         except BaseException as error:
             if not (isinstance(error, Exception) or is_panic(error)):
                 raise

@@ -21,7 +21,7 @@ from headrace_schemas import Branch, Experience, Span
 from headrace_schemas.values.bounds import SCORE_MAX
 from headrace_trainer.algorithms.estimators import Reply
 from headrace_trainer.experiences.examples import Example
-from headrace_trainer.experiences.templates import environment, read_template, special_tokens
+from headrace_trainer.experiences.templates import environment, load_tokenizer, read_template, special_tokens
 
 CONTRADICTED, ACCEPTED = "contradicted/", "accepted/"
 """Prefixes of the parts of examples that a teacher grades."""
@@ -82,14 +82,12 @@ class ReplyReader:
     """
 
     def __init__(self, folder: Path, contradicted_max: float, accepted_min: float, earlier_max: int = 0) -> None:
-        from tokenizers import Tokenizer
-
         template = read_template(folder)
         if template is None or not (folder / TOKENIZER_FILE).is_file():
             raise SettingError("trainer.base", str(folder), f"replies need its chat template and {TOKENIZER_FILE}")
         self._bounds = contradicted_max, accepted_min
         self._earlier_max = earlier_max
-        self._tokenizer: Any = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        self._tokenizer = load_tokenizer(folder)
         self._names = special_tokens(folder)
         self._template = environment().from_string(template)
         added = self._tokenizer.get_added_tokens_decoder()

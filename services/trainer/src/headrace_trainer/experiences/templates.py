@@ -69,6 +69,16 @@ def special_tokens(folder: Path) -> dict[str, str]:
     return tokens
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """Load the tokenizer in `folder`, without the truncation and padding that its file may request."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
 class _Generation(Extension):
     """Jinja extension for `{% generation %}`, by which templates mark the assistant's text. It changes no output."""
 
@@ -108,12 +118,10 @@ class EditWriter:
     """
 
     def __init__(self, folder: Path) -> None:
-        from tokenizers import Tokenizer
-
         template = read_template(folder)
         if template is None or not (folder / TOKENIZER_FILE).is_file():
             raise SettingError("trainer.base", str(folder), f"edits need its chat template and {TOKENIZER_FILE}")
-        self._tokenizer: Any = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
+        self._tokenizer = load_tokenizer(folder)
         self._template = environment().from_string(template)
         self._names = special_tokens(folder)
         self._stops = self._stop_ids(folder)

@@ -100,7 +100,7 @@ class Policy:
         tokens = pack_tokens(Shape.read(folder, lora), compute, lora, on_cpu=device.type == "cpu")
         policy = cls(model, compute, device, lora=bool(lora.rank), pack_tokens=tokens)
         if compute.packing == "blocks":
-            policy.check_packing()
+            policy.check_packing(folder)
         return policy
 
     @classmethod
@@ -176,8 +176,8 @@ class Policy:
         return forward.collate(rows, self.device, padded=self._compute.packing == "padded")
 
     @torch.no_grad()
-    def check_packing(self) -> None:
-        """Raise `SettingError` if sequences that are packed into one row influence each other's logprobs."""
+    def check_packing(self, folder: Path) -> None:
+        """Raise `SettingError` if sequences packed into one row influence each other, or logprobs are not finite."""
         rows = [_plain_row(fingerprint_tokens(self.vocabulary)[start : start + 12]) for start in (0, 12, 24)]
         try:
             with self.disable_compilation():
@@ -188,6 +188,9 @@ class Policy:
             difference, reason = float("inf"), f"its code does not accept this attention: {first_line(error)}"
         else:
             reason = f"packed logprobs differ by {difference:.2g} nats"
+            if not bool(alone_N.isfinite().all()):
+                remedy = "its logprobs contain NaN or infinity; use an intact model with its own config.json"
+                raise SettingError("trainer.base", str(folder), remedy)
         if not difference <= _PACKING_TOLERANCE[self._compute.dtype]:
             raise _not_packed(self.model.config, reason)
 
@@ -364,7 +367,7 @@ def from_folder(folder: Path, dtype: torch.dtype, attn_implementation: str | Non
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `check_whole` names them
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except Exception as error:  # noqa: BLE001 (damaged files raise any error)
         if attn_implementation == attention.BLOCKS and attention.BLOCKS in str(error):
             raise _not_packed(config_of(folder), "its code accepts only a fixed list of attentions") from None
         reason = first_line(error)
