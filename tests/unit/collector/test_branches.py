@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace_collector.branches import build_branches
-from headrace_collector.facts import TurnFacts
+from headrace_collector.facts import TurnContent, TurnFacts
 from headrace_collector.prompts import Prompts
 from headrace_collector.runs import RunListing, partition_runs
-from headrace_schemas import Branch, Choice, Grammar, Sampling, TokenGrammar, Turn
+from headrace_schemas import Branch, Choice, Grammar, Message, Sampling, TokenGrammar, Turn
 from headrace_schemas.rules.turn_history import TurnHistory
 from tests.support.machine import count_operations
 from tests.support.turns import EOS, after, ask, extending, render, said, text_ids, tool, user
@@ -363,6 +363,25 @@ SESSIONS = (
 @pytest.mark.parametrize("session", SESSIONS)
 def test_division_into_runs_costs_about_as_much_as_the_session_is_large(session: Callable[[int], Session]) -> None:
     small, large = (count_operations(partial(partition_runs, *session(size))) for size in (100, 800))
+    assert large < 14 * small
+
+
+@pytest.mark.parametrize("kind", ["a", "{} a", "a {}"])
+def test_rewritten_answers_are_told_apart_by_their_contents_without_comparing_all(kind: str) -> None:
+    def content_of(item: TurnFacts, number: int) -> TurnContent:
+        texts = (f"reasons {kind}", kind)
+        answer, echo = (Message(role="assistant", content=text.format(number)) for text in texts)
+        question = Message(role="user", content="q")
+        if len(item.prefixes) > 1:
+            return TurnContent(b"\3" * 4, (b"",), (question, echo, question), (answer,))
+        return TurnContent(b"\1" * 4, (b"\2" * 8,), (question,), (answer,))
+
+    def divide(size: int) -> None:
+        turns, _ = rewritten_answers(size)
+        contents = {item.turn_id: content_of(item, number % (size // 2)) for number, item in enumerate(turns)}
+        assert len(partition_runs(turns, [], contents).runs) < size
+
+    small, large = (count_operations(partial(divide, size)) for size in (200, 1600))
     assert large < 14 * small
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping
 from heapq import heappush, heapreplace
 
@@ -78,6 +78,58 @@ class EqualReplies:
         )
         most = max(shared.values(), default=0)
         return [self._by_calls[calls] for calls, count in shared.items() if count == most] or [self._all]
+
+
+_COMPARED_MAX = 64
+"""Number of the latest answers to a request that a message is compared with, if no index finds its answer."""
+
+
+class RequestReplies:
+    """Answers to equal requests, of which a later message may be another form.
+
+    An answer is added once, and a message is compared with a bounded number of answers, because a session may have
+    thousands of equal requests.
+    """
+
+    def __init__(self) -> None:
+        self._all = EqualReplies()
+        self._by_text: dict[str, EqualReplies] = defaultdict(EqualReplies)
+        """Answers by their text."""
+        self._latest: deque[tuple[Reply, Label, TurnContent]] = deque(maxlen=_COMPARED_MAX)
+        self._contents: dict[str, TurnContent] = {}
+        self._new_turn_ids: list[str] = []
+
+    def add(self, turn: TurnFacts, choice: int, label: Label, content: TurnContent | None) -> None:
+        """Add an answer, with the label of the run to which its turn belongs."""
+        self._new_turn_ids.append(turn.turn_id)
+        if content is None:
+            return
+        self._all.add(turn, choice, label, content)
+        self._by_text[content.answers[choice].text.strip()].add(turn, choice, label, content)
+        self._latest.append(((turn, choice), label, content))
+        self._contents[turn.turn_id] = content
+
+    def take_new_turn_ids(self) -> list[str]:
+        """Return the ids of the turns that were added since the last call of this method."""
+        turn_ids, self._new_turn_ids = self._new_turn_ids, []
+        return turn_ids
+
+    def best(self, content: TurnContent, position: int, continued: _Continued) -> Reply | None:
+        """Return the best of the answers of which the message at `position` may be another form, or None.
+
+        The best of all answers is taken if it is one of them, then the best with the same text, then the best of the
+        latest ones.
+        """
+        text = content.messages[position].text.strip()
+        for replies in (self._all, self._by_text.get(text)):
+            reply = None if replies is None or not replies.labels else replies.best(content, continued)
+            if reply is not None and content.rewrites(self._contents[reply[0].turn_id], reply[1], position):
+                return reply
+        rewritten = EqualReplies()
+        for (parent, choice), label, parent_content in self._latest:
+            if content.rewrites(parent_content, choice, position):
+                rewritten.add(parent, choice, label, parent_content)
+        return rewritten.best(content, continued) if rewritten.labels else None
 
 
 class _Replies:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
 
-from headrace_collector.continuations import EqualReplies, Label, Reply
+from headrace_collector.continuations import EqualReplies, Label, Reply, RequestReplies
 from headrace_collector.facts import Contents, TurnFacts
 from headrace_collector.retries import superseded_turns
 from headrace_schemas.events.trajectory import NO_TOOLS
@@ -129,9 +129,7 @@ class _RunAssignment:
         self._original = {retry: turn for turn, retry in superseded_turns(turns).items()}
         self._label: dict[str, Label] = {}
         self._by_reply: dict[_Conversation, EqualReplies] = defaultdict(EqualReplies)
-        self._by_request: dict[_Conversation, list[Reply]] = defaultdict(list)
-        self._tied_requests: Counter[_Conversation] = Counter()
-        """Number of the first turns of each of these lists that are in `ties`."""
+        self._by_request: dict[_Conversation, RequestReplies] = defaultdict(RequestReplies)
         self._continued: Counter[tuple[str, int]] = Counter()
         self.ties: set[str] = set()
 
@@ -143,7 +141,8 @@ class _RunAssignment:
             content = self._contents.get(turn.turn_id)
             for choice, reply in enumerate(turn.replies):
                 self._by_reply[self._conversation(turn, reply)].add(turn, choice, self._label[turn.turn_id], content)
-                self._by_request[self._conversation(turn, turn.prefixes[-1])].append((turn, choice))
+                request = self._by_request[self._conversation(turn, turn.prefixes[-1])]
+                request.add(turn, choice, self._label[turn.turn_id], content)
         return label
 
     def _explicit_label(self, turn: TurnFacts) -> Label | None:
@@ -204,18 +203,9 @@ class _RunAssignment:
             return None
         content = self._contents.get(turn.turn_id)
         if content is None:
-            key = self._conversation(turn, before)
-            self.ties |= {turn.turn_id, *(parent.turn_id for parent, _ in requests[self._tied_requests[key] :])}
-            self._tied_requests[key] = len(requests)
+            self.ties |= {turn.turn_id, *requests.take_new_turn_ids()}
             return None
-        rewritten = EqualReplies()
-        for parent, choice in requests:
-            parent_content = self._contents.get(parent.turn_id)
-            if parent_content is not None and content.rewrites(parent_content, choice, position):
-                rewritten.add(parent, choice, self._label[parent.turn_id], parent_content)
-        if len(rewritten.labels) > 1:
-            self.ties |= {turn.turn_id, *rewritten.take_new_turn_ids()}
-        return rewritten.best(content, self._continued)
+        return requests.best(content, position, self._continued)
 
     def _conversation(self, turn: TurnFacts, digest: bytes) -> _Conversation:
         """Return the key of the turns that `turn` may continue: they are of the same agent, and either both or none of
