@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+from aiokafka import TopicPartition
 from alembic import op
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from sqlalchemy import Connection, delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from headrace_console.read_model import queries, session_list, status, tables
+from headrace_console.read_model import follower, queries, session_list, status, tables
 from headrace_console.read_model.batch import Batch, LogEvent
 from headrace_console.read_model.packing import join_turn, pack_id, pack_key, split_turn, unpack_id, unpack_key
 from headrace_console.read_model.reward_queries import rewards_by_source
 from headrace_console.read_model.rows import ExperienceRow, Names
 from headrace_console.read_model.session_list import Filter, session_page
 from headrace_console.settings import Scope
+from headrace_runtime.clock import SystemClock
+from headrace_runtime.errors import Unavailable
+from headrace_runtime.settings.sections import BusSettings
+from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
 from headrace_schemas import Event, Feedback, Message, Reward, Turn
 from headrace_schemas.values.ids import response_id, session_key
@@ -266,3 +273,51 @@ def test_history_of_outcomes_is_bounded_and_keeps_what_statuses_need() -> None:
         status.add_outcome(row, (1, revision), item, names)
     assert len(row.history or "") < 20_000
     assert status.outcomes_of(row, 1, names).status("a", 999, None, refused=False) == ("trained", "")
+
+
+class StuckConsumer:
+    """Connection to a bus without records that never answers a read of the topic `stuck`."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+
+    async def beginning_offsets(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        if partitions[0].topic == "stuck":
+            await asyncio.Event().wait()
+        return dict.fromkeys(partitions, 0)
+
+    async def end_offsets(self, partitions: Sequence[TopicPartition]) -> dict[TopicPartition, int]:
+        return dict.fromkeys(partitions, 0)
+
+    def assign(self, _partitions: Sequence[TopicPartition]) -> None: ...
+
+    def pause(self, _partition: TopicPartition) -> None: ...
+
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+
+async def test_a_slow_read_of_a_record_delays_no_other_read_and_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    consumers: list[StuckConsumer] = []
+
+    def connect(*_: object, **__: object) -> StuckConsumer:
+        consumers.append(StuckConsumer())
+        return consumers[-1]
+
+    monkeypatch.setattr(follower, "consumer", connect)
+    monkeypatch.setattr(follower, "_READ_TIMEOUT_S", 0.5, raising=False)
+    reader = follower.RecordReader(BusSettings(), BlobStore(tmp_path.as_uri()), SystemClock())
+    slow = asyncio.create_task(reader.read("stuck", [(0, 1)]))
+    await asyncio.sleep(0)
+    for _ in range(20):
+        assert await asyncio.wait_for(reader.read("turns", [(0, 1)]), 0.4) == {}
+    assert not slow.done()
+    with pytest.raises(Unavailable, match="bus"):
+        await asyncio.wait_for(slow, 5.0)
+    await reader.close()
+    assert len(consumers) == 2, "a connection is used again"
+    assert all(consumer.stopped for consumer in consumers)

@@ -56,6 +56,10 @@ TOPICS = tuple(
         DeadLetterDecision,
     )
 )
+_READS_MAX = 8
+"""Largest number of concurrent reads of a `RecordReader`."""
+_READ_TIMEOUT_S = 10.0
+"""Longest time of one read, the wait for its turn included. Pages then show what they have without it."""
 _BATCH_MAX = 100
 """Largest number of records of one transaction on SQLite, where pages wait for the transaction."""
 _BATCH_FACTOR = 10
@@ -252,28 +256,42 @@ def _ranges(offsets: Collection[int]) -> Iterator[tuple[int, int]]:
 
 
 class RecordReader:
-    """Reader of single events by topic, partition and offset. Concurrent calls run one after the other."""
+    """Reader of single events by topic, partition and offset.
+
+    A few reads run at the same time, each on a connection of its own, and a slow one is given up: it must not hold the
+    pages that need other records.
+    """
 
     def __init__(self, bus: BusSettings, blobs: BlobStore, clock: Clock) -> None:
         self._bus = bus
         self._blobs = blobs
         self._clock = clock
-        self._lock = asyncio.Lock()
-        self._reader: AIOKafkaConsumer | None = None
+        self._slots = asyncio.Semaphore(_READS_MAX)
+        self._idle: list[AIOKafkaConsumer] = []
+        """Connections that no read uses now."""
+        self._stopping: set[asyncio.Task[None]] = set()
 
     async def read(self, topic: str, positions: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Event]:
-        """Return the events at these partitions and offsets. Events that have expired or cannot be decoded are missing.
+        """Return the events at these partitions and offsets. Events that have expired or cannot be decoded are absent.
 
         Raises:
-            Unavailable: the bus does not answer.
+            Unavailable: the bus or the blob store does not answer in time.
         """
-        async with self._lock:
-            try:
-                reader = await self._connected_consumer()
-                return await self._read(reader, topic, positions)
-            except (KafkaError, OSError) as error:
-                await self._disconnect()
-                raise Unavailable(f"bus {self._bus.address}: {error!r}") from error
+        try:
+            async with asyncio.timeout(_READ_TIMEOUT_S), self._slots:
+                return await self._read_connected(topic, positions)
+        except (KafkaError, OSError) as error:
+            raise Unavailable(f"bus {self._bus.address}: {error!r}") from error
+
+    async def _read_connected(self, topic: str, positions: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Event]:
+        reader = self._idle.pop() if self._idle else await self._connect()
+        try:
+            events = await self._read(reader, topic, positions)
+        except BaseException:
+            self._stop(reader)
+            raise
+        self._idle.append(reader)
+        return events
 
     async def read_rows(self, topic: str, rows: Sequence[Row]) -> Mapping[tuple[int, int], Event]:
         """Return the events at the topic positions of rows, by partition and offset.
@@ -319,25 +337,25 @@ class RecordReader:
             reader.pause(partition)  # otherwise the reader requests the records after the last one all the time
         return events
 
-    async def _connected_consumer(self) -> AIOKafkaConsumer:
-        if self._reader is None:
-            reader = consumer(
-                self._bus, "headrace-console-records", fetch_max_bytes=1_048_576, fetch_max_wait_ms=_FETCH_WAIT_MS
-            )
-            try:
-                await reader.start()
-            except BaseException:
-                await reader.stop()
-                raise
-            self._reader = reader
-        return self._reader
+    async def _connect(self) -> AIOKafkaConsumer:
+        reader = consumer(
+            self._bus, "headrace-console-records", fetch_max_bytes=1_048_576, fetch_max_wait_ms=_FETCH_WAIT_MS
+        )
+        try:
+            await reader.start()
+        except BaseException:
+            self._stop(reader)
+            raise
+        return reader
 
-    async def _disconnect(self) -> None:
-        reader, self._reader = self._reader, None
-        if reader is not None:
-            await reader.stop()
+    def _stop(self, reader: AIOKafkaConsumer) -> None:
+        """Close a connection in a task, because a bus that does not answer delays it."""
+        task = asyncio.create_task(reader.stop())
+        self._stopping.add(task)
+        task.add_done_callback(self._stopping.discard)
 
     async def close(self) -> None:
         """Disconnect from the bus."""
-        async with self._lock:
-            await self._disconnect()
+        while self._idle:
+            self._stop(self._idle.pop())
+        await asyncio.gather(*self._stopping, return_exceptions=True)
