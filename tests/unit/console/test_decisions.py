@@ -16,7 +16,7 @@ from headrace_console.flow import Cause, Facts
 from headrace_console.learning import describe_refusal
 from headrace_console.live import Changes
 from headrace_console.pages.loop import flow_title
-from headrace_console.pages.rollouts import metric_rows
+from headrace_console.pages.rollouts import describe_evidence
 from headrace_console.read_model.batch import Batch, LogEvent
 from headrace_console.read_model.rows import Names
 from headrace_console.sources.services import StackReport, parse_samples, read_left_out
@@ -190,7 +190,7 @@ def test_a_verdict_follows_the_interval_and_the_margin() -> None:
         for end, value in zip(("lower", "upper"), ends, strict=True)
     }
     rollout = RolloutState.model_validate({**values, "statistics": statistics})
-    assert {row.name: row.verdict for row in metric_rows(rollout)} == {
+    assert {name: describe_evidence(rollout, name) for name in rollout.higher_is_better} == {
         "reward": "shown to keep its margin",
         "tool_errors": "shown to be worse than its margin",
         "length": "not decided",
@@ -338,6 +338,8 @@ async def test_services_are_read_after_reports_of_the_trainer_alone_while_nobody
 
 CHAMPION_NUMBERS = {"tasks": 253.0, "difference": -0.1, "standard_error": 0.02, "margin": 0.05}
 ANCHOR_NUMBERS = {"anchor_difference": 0.01, "anchor_standard_error": 0.05, "anchor_margin": 0.03}
+MINIMUM = {"minimum_score": 0.4, "minimum_difference": -0.08, "minimum_standard_error": 0.03, "minimum_margin": 0.05}
+THUMB_NUMBERS = {"thumb.difference": -0.12, "thumb.lower": -0.2, "thumb.upper": -0.05, "candidate_units": 60.0}
 CHAMPION = "m@000000000001"
 
 
@@ -353,18 +355,36 @@ CHAMPION = "m@000000000001"
             "undecided after 253 tasks (gate.tasks_max): not shown to be better than the anchor m@000000000000 - 0.03",
             CHAMPION_NUMBERS | ANCHOR_NUMBERS,
             "Refused by the margin against the anchor: difference +0.01 ± 0.10 after 253 tasks, limit -0.03. The "
-            "interval had to lie above the limit before the tasks ran out, and it did not.",
+            "interval had to lie beyond the limit before gate.tasks_max was reached, and it did not.",
         ),
         (
             "inferior to gate.minimum_score = 0.4",
-            CHAMPION_NUMBERS | {"minimum_score": 0.4},
-            "Refused by the minimum score (registry.gate.minimum_score): not shown to be reached, limit 0.4.",
+            CHAMPION_NUMBERS | MINIMUM,
+            "Refused by the minimum score 0.4 (registry.gate.minimum_score): difference -0.08 ± 0.06 after 253 tasks, "
+            "limit -0.05.",
         ),
         (
             "harm: thumb at maturity",
-            {"thumb.difference": -0.12, "thumb.lower": -0.2, "thumb.upper": -0.05, "candidate_units": 60.0},
-            "Refused by the guardrail thumb: difference -0.120 (-0.200 to -0.050) after 60 units, limit 0 or the loss "
-            "that the guardrail tolerates.",
+            THUMB_NUMBERS | {"thumb.harm_limit": -0.01},
+            "Refused by the guardrail thumb: difference -0.120 (-0.200 to -0.050) after 60 units, limit -0.01.",
+        ),
+        (
+            "60 units with the candidate and 20 with its control are not an even split: units were lost",
+            {"candidate_units": 60, "control_units": 20, "sample_ratio_log_evidence": 7, "sample_ratio_log_limit": 4.6},
+            "Refused by the split of the arms: 60 units of the candidate, 20 of its control; log evidence that they "
+            "are not even 7.00, limit 4.60.",
+        ),
+        (
+            "undecided after 60 units (units_max = 60): thumb not shown to be harmless enough for stage 2; thumb, arms "
+            "of one size not shown to be good enough; no success shown",
+            THUMB_NUMBERS
+            | {"control_units": 40.0, "uneven_limit": 0.15, "thumb.stage_2_limit": -0.3}
+            | {"thumb.limit": -0.1, "speed.success_limit": 0.0},
+            "Refused by the guardrail thumb before stage 2: difference -0.120 (-0.200 to -0.050) after 60 units, limit "
+            "-0.3 and by the guardrail thumb: difference -0.120 (-0.200 to -0.050) after 60 units, limit -0.1 and by "
+            "the split of the arms: 60 units of the candidate, 40 of its control, difference +20.0% of both, limit "
+            "±15.0% and by the success speed: no figure, limit +0. The interval had to lie beyond the limit before "
+            "units_max = 60 was reached, and it did not.",
         ),
         ("the gate failed: exit status 3", {}, "Refused: the gate failed: exit status 3."),
     ],

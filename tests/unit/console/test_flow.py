@@ -312,7 +312,7 @@ def test_the_rule_has_the_numbers_of_the_settings() -> None:
     assert "no gate is set" in describe_rule(GateRule())
     rule = describe_rule(GateRule(command=("play",), margin=0.2, anchor_margin=0.03, alpha=0.01, minimum_score=0.4))
     assert "less than 0.2 worse than the champion and less than 0.03 worse than the anchor" in rule
-    assert "at least 0.4" in rule
+    assert "less than 0.2 below the score 0.4" in rule
     assert "at most 0.01" in rule
 
 
@@ -365,14 +365,14 @@ def test_a_chart_escapes_labels_and_draws_at_most_400_marks() -> None:
 
 def test_the_reward_chart_has_a_mark_of_its_own_for_each_report() -> None:
     steps: list[Mapping[str, object]] = [
-        {"account": 3, "step": 1, "reward": 0.25, "version": None},
-        {"account": 4, "step": 2, "reward": 0.5, "version": "m@<b>"},
-        {"account": 5, "step": 2, "reward": 0.75, "version": None},
-        {"account": 6, "step": 2, "reward": 0.75, "version": None},
+        {"account": 3, "step": 1, "reward": 0.25, "trained": 8, "version": None},
+        {"account": 4, "step": 2, "reward": 0.5, "trained": 8, "version": "m@<b>"},
+        {"account": 5, "step": 2, "reward": 0.75, "trained": 1, "version": None},
+        {"account": 6, "step": 2, "reward": 0.75, "trained": 1, "version": None},
     ]
     chart = str(reward_chart("m", steps))
     positions = re.findall(r'<circle class="mark" cx="([0-9.]+)"', chart)
     assert len(set(positions)) == len(positions) == 4, "reports between two versions have the same step"
-    assert "report 3, step 1: 0.250" in chart
-    assert "report 4, step 2: 0.500, made m@&lt;b&gt;" in chart
+    assert "report 3, step 1: 0.250, mean of 8 trained revisions" in chart
+    assert "report 4, step 2: 0.500, mean of 8 trained revisions, made m@&lt;b&gt;" in chart
     assert reward_chart("m", []) == ""

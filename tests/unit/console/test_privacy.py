@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import random
 import re
@@ -12,14 +11,11 @@ from typing import get_args
 
 import httpx2
 import pytest
-from alembic.migration import MigrationContext
-from alembic.operations import Operations
-from sqlalchemy import Connection, func, insert, select
+from sqlalchemy import func, select
 
 from headrace_console.pages.page import Page
-from headrace_console.read_model import queries, queues, retention, tables
+from headrace_console.read_model import queries, retention, tables
 from headrace_console.read_model.batch import Batch, LogEvent
-from headrace_console.read_model.queues import QueueRules
 from headrace_console.read_model.rows import Names
 from headrace_console.settings import Role, Scope
 from headrace_operations.turn_account import turn_account_of
@@ -45,7 +41,6 @@ from tests.unit.console.support import (
     token_of,
 )
 from tests.unit.console.test_counts import check_sessions, random_history
-from tests.unit.console.test_read_model import as_before as as_before_means
 
 __all__ = ["bus"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -311,33 +306,6 @@ async def test_console_deletes_sessions_that_are_older_than_its_setting(data_dir
         left = set((await tx.execute(select(tables.sessions.c.session_id))).scalars())
     assert left == {"0", "30"}
     await stand.console.close()
-
-
-async def test_upgrade_to_smaller_rows_reads_the_topics_again_and_keeps_queues(database: Database) -> None:
-    events = random_history(random.Random(draw_seed()), 10)
-    await apply(database, events, DAY)
-    modules = [
-        importlib.import_module(f"headrace_console.migrations.{name}")
-        for name in ("0005_smaller_rows", "0006_smaller_indexes", "0007_means_and_edits", "0008_edited_sessions")
-    ]
-
-    def upgrade(connection: Connection) -> None:
-        as_before_means(connection)
-        with Operations.context(MigrationContext.configure(connection)):
-            for module in modules:
-                module.upgrade()
-
-    async with database.transaction() as tx:
-        tenant = (await queries.tenants(tx, Scope(frozenset({"default"}))))["default"]
-        await queues.add_queue(tx, tenant, "help", QueueRules(question="score", rubric="Does it help?"), 0)
-        names = (await tx.execute(select(tables.names))).all()
-        await tx.execute(insert(tables.positions), [{"topic": "turns", "partition": 0, "next_offset": 7}])
-        await tx.run_sync(upgrade)
-        assert (await tx.execute(select(tables.names))).all() == names
-    left = {name: rows for name, rows in (await rows_of(database)).items() if rows}
-    assert left == {"names": len(names), "review_queues": 1}
-    await apply(database, events, DAY)
-    await check_counts(database, events)
 
 
 async def test_failed_deletion_does_not_stop_the_reading(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

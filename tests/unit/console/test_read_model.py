@@ -1,9 +1,8 @@
-"""Tests of means, marks and single turns in the read model, on both databases, their migration, and packed ids."""
+"""Tests of means, marks and single turns in the read model, on both databases, and of packed ids."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import re
 from collections.abc import Sequence
@@ -14,10 +13,7 @@ from typing import Any
 
 import pytest
 from aiokafka import TopicPartition
-from alembic import op
-from alembic.migration import MigrationContext
-from alembic.operations import Operations
-from sqlalchemy import Connection, delete, insert, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import follower, queries, session_list, status, tables
@@ -57,7 +53,9 @@ async def means(database: Database) -> dict[str, tuple[float | None, int]]:
     async with database.transaction() as tx:
         (tenant,) = (await queries.tenants(tx, Scope(None))).values()
         sources = await rewards_by_source(tx, tenant, 0)
-    return {name: (source.mean and round(source.mean, 6), source.averaged) for name, source in sources.items()}
+    return {
+        name: (source.mean and round(source.mean, 6), sum(source.buckets.values())) for name, source in sources.items()
+    }
 
 
 async def test_mean_of_a_source_counts_the_newest_revision_of_each_reward(database: Database) -> None:
@@ -200,41 +198,6 @@ async def test_previous_page_of_a_search_continues_from_where_it_stopped(
     assert [page for page in pages if page] == [["n100"], ["n50"], ["n0"]]
     assert [page for page in back if page] == [["n0"], ["n50"], ["n100"]]
     assert len(back) >= 4, "the last search goes to the newest session"
-
-
-def as_before(connection: Connection) -> None:
-    """Change the tables to those of the migration before."""
-    with Operations.context(MigrationContext.configure(connection)):
-        op.drop_index("ix_sessions_edits", "sessions")
-        op.drop_column("hours", "total")
-        op.drop_column("sessions", "edits")
-        op.drop_index("ix_turns_session", "turns")
-        op.create_index("ix_turns_session", "turns", ["session"])
-
-
-async def test_upgrade_computes_means_of_stored_rewards_and_reads_feedback_again(database: Database) -> None:
-    values = (0.0, 0.5, 0.53, 1.0, -0.05, -3.0, 1.5)
-    expired = reward(99, 0.25, time=START + timedelta(hours=3))
-    await apply(database, [*(reward(run, value) for run, value in enumerate(values)), expired, edit(1)])
-    module = importlib.import_module("headrace_console.migrations.0007_means_and_edits")
-
-    def upgrade(connection: Connection) -> None:
-        as_before(connection)
-        with Operations.context(MigrationContext.configure(connection)):
-            module.upgrade()
-
-    async with database.transaction() as tx:
-        await tx.execute(delete(tables.rewards).where(tables.rewards.c.value == 0.25))
-        positions = [{"topic": topic, "partition": 0, "next_offset": 7} for topic in ("turns", "feedback")]
-        await tx.execute(insert(tables.positions), positions)
-        await tx.run_sync(upgrade)
-        assert (await tx.execute(select(tables.positions.c.topic))).scalars().all() == ["turns"]
-    assert await means(database) == {"concise": (round(sum(values) / len(values), 6), len(values))}
-    await apply(database, [reward(1, 0.75, revision=1), reward(100, 0.25, time=START + timedelta(hours=3))])
-    assert await means(database) == {"concise": (round((sum(values) + 0.25) / len(values), 6), len(values))}
-    await apply(database, [edit(1), edit(2, withdrawn=True)])
-    async with database.transaction() as tx:
-        assert await tx.scalar(select(tables.sessions.c.flags)) == 0
 
 
 @pytest.mark.parametrize(

@@ -80,7 +80,7 @@ async def test_loop_states_the_last_call_of_a_user(stand: Stand) -> None:
     later = {"session_key": evaluated, "purpose": "eval", "time": START + timedelta(hours=1)}
     client = await stand.signed_in()
     await apply(stand, [turn(response_id(evaluated), **later)])
-    assert "No user among the last 500 calls." in (await client.get("/")).text
+    assert "The last 500 calls were evaluations." in (await client.get("/")).text
     await apply(stand, session_events())
     page = (await client.get("/")).text
     assert 'Last call of a user: <time datetime="2026-01-01T00:00' in page

@@ -285,7 +285,10 @@ async def test_minimum_score_applies_without_a_champion(rig: Rig, score: float, 
     async with rig.running():
         await rig.until(lambda: (decision, version) in rig.decided())
     assert "inferior to gate.minimum_score = 0.6" in (rig.last(decision).reason or "")
-    assert rig.last(decision).statistics["minimum_score"] == 0.6
+    numbers = rig.last(decision).statistics
+    assert numbers["minimum_score"] == 0.6
+    assert numbers["minimum_difference"] == pytest.approx(score - 0.6)
+    assert numbers["minimum_margin"] == gate.margin
 
 
 async def reboot(rig: Rig) -> None:

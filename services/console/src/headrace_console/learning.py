@@ -26,6 +26,8 @@ _REFUSAL_VERBS = {
     "rejected": "Refused", "skipped": "Skipped", "rolled_back": "Taken back", "withdrawn": "Withdrawn",
     "begin": "", "advance": "", "hold": "Held",
 }  # fmt: skip
+_OPPONENTS = (("champion", ""), ("anchor", "anchor_"))
+"""Name of each opponent at the gate, and the prefix of its statistics."""
 REFUSED_STATES = frozenset({"rejected", "withdrawn", "skipped"})
 
 
@@ -84,7 +86,7 @@ def describe_rule(rule: GateRule) -> str:
     """Return a sentence that states the rule by which the gate makes a version champion."""
     if not rule.command:
         return "Each version takes over after its probe, because no gate is set (registry.gate.command)."
-    least = f", and that its score is at least {rule.minimum_score:g}" if rule.minimum_score else ""
+    least = f", and less than {rule.margin:g} below the score {rule.minimum_score:g}" if rule.minimum_score else ""
     return (
         f"A version takes over when held-out tasks show that it is less than {rule.margin:g} worse than the champion "
         f"and less than {rule.anchor_margin:g} worse than the anchor, which is the last version shown to be better "
@@ -116,7 +118,7 @@ def describe_numbers(event: ModelEvent) -> str:
     if "tasks" not in numbers or event.decision not in ("promoted", "rejected"):
         return ""
     parts = []
-    for name, prefix in (("champion", ""), ("anchor", "anchor_")):
+    for name, prefix in _OPPONENTS:
         if (difference := numbers.get(f"{prefix}difference")) is not None:
             error = numbers.get(f"{prefix}standard_error")
             margin = numbers.get(f"{prefix}margin")
@@ -146,23 +148,31 @@ def describe_refusal(event: ModelEvent | None) -> str:
         return ""
     reason, numbers = event.reason or "no reason was given", event.statistics
     if reason.startswith("harm: "):
-        metrics = [part.partition(" at ")[0] for part in reason.removeprefix("harm: ").split(", ")]
-        rules = [_describe_guardrail(metric, numbers) for metric in dict.fromkeys(metrics)]
-    else:
+        names = [part.partition(" at ")[0] for part in reason.removeprefix("harm: ").split(", ")]
         rules = [
-            rule
-            for name, prefix in (("champion", ""), ("anchor", "anchor_"))
-            if (event.reason is None or _names_opponent(reason, prefix, event.previous))
-            and (rule := _describe_margin(name, prefix, numbers))
+            _describe_metric(f"the guardrail {name}", name, "harm_limit", numbers) for name in dict.fromkeys(names)
+        ]
+    elif "are not an even split" in reason:
+        rules = [_describe_arms(numbers)]
+    elif " units (" in reason:
+        rules = _describe_open_rules(reason.partition("): ")[2], numbers)
+    else:
+        opponents = [(f"the margin against the {name}", prefix) for name, prefix in _OPPONENTS]
+        rules = [
+            _describe_margin(rule, prefix, numbers)
+            for rule, prefix in opponents
+            if f"{prefix}margin" in numbers
+            and (event.reason is None or _names_opponent(reason, prefix, event.previous))
         ]
         if "gate.minimum_score" in reason and "minimum_score" in numbers:
-            limit = f"limit {numbers['minimum_score']:g}"
-            rules.append(f"the minimum score (registry.gate.minimum_score): not shown to be reached, {limit}")
+            rule = f"the minimum score {numbers['minimum_score']:g} (registry.gate.minimum_score)"
+            rules.append(_describe_margin(rule, "minimum_", numbers))
     if not rules:
         return f"{verb}: {reason}."
     undecided = ""
     if reason.startswith("undecided"):
-        undecided = " The interval had to lie above the limit before the tasks ran out, and it did not."
+        limit = reason.partition(" (")[2].partition(")")[0]
+        undecided = f" The interval had to lie beyond the limit before {limit} was reached, and it did not."
     return f"{verb} by {' and by '.join(rules)}.{undecided}"
 
 
@@ -191,27 +201,59 @@ def _names_opponent(reason: str, prefix: str, champion: str | None) -> bool:
     return champion is not None and champion in reason.replace(f"the anchor {champion}", "")
 
 
-def _describe_margin(name: str, prefix: str, numbers: Mapping[str, float]) -> str:
-    """Return the rule of the gate about the champion or the anchor with its figure and limit; empty without numbers."""
+def _describe_margin(rule: str, prefix: str, numbers: Mapping[str, float]) -> str:
+    """Return a rule of the gate about one opponent, with its figure and its limit if the decision contains them."""
     difference, margin = (numbers.get(f"{prefix}{field}") for field in ("difference", "margin"))
     if difference is None or margin is None:
-        return ""
+        return f"{rule}, which was not shown to be reached"
     error = numbers.get(f"{prefix}standard_error")
     width = f" ± {Z95 * error:.2f}" if error else ""
     tasks = f" after {numbers['tasks']:,.0f} tasks" if "tasks" in numbers else ""
-    return f"the margin against the {name}: difference {difference:+.2f}{width}{tasks}, limit {-margin:+.2f}"
+    return f"{rule}: difference {difference:+.2f}{width}{tasks}, limit {-margin:+.2f}"
 
 
-def _describe_guardrail(metric: str, numbers: Mapping[str, float]) -> str:
-    """Return the guardrail of a rollout that has shown harm, with its difference and its limit."""
+def _describe_metric(rule: str, metric: str, limit: str, numbers: Mapping[str, float]) -> str:
+    """Return a rule of a rollout about a metric, with the figures and the limit that the decision contains."""
     figures = [numbers.get(f"{metric}.{field}") for field in ("difference", "lower", "upper")]
-    rule = f"the guardrail {metric}"
     difference, lower, upper = figures
+    bound = f", limit {numbers[f'{metric}.{limit}']:+.3g}" if f"{metric}.{limit}" in numbers else ""
     if difference is None or lower is None or upper is None:
-        return f"{rule}, which was shown to be worse"
+        return f"{rule}: no figure{bound}"
     units = f" after {numbers['candidate_units']:,.0f} units" if "candidate_units" in numbers else ""
-    limit = "limit 0 or the loss that the guardrail tolerates"
-    return f"{rule}: difference {difference:+.3f} ({lower:+.3f} to {upper:+.3f}){units}, {limit}"
+    return f"{rule}: difference {difference:+.3f} ({lower:+.3f} to {upper:+.3f}){units}{bound}"
+
+
+def _describe_arms(numbers: Mapping[str, float]) -> str:
+    """Return the rule that both arms of a rollout have one size, with the figure and the limit that decided."""
+    units = [numbers.get(f"{arm}_units", 0.0) for arm in ("candidate", "control")]
+    counts = f"the split of the arms: {units[0]:,.0f} units of the candidate, {units[1]:,.0f} of its control"
+    if "sample_ratio_log_limit" in numbers:
+        evidence, limit = numbers.get("sample_ratio_log_evidence", 0.0), numbers["sample_ratio_log_limit"]
+        return f"{counts}; log evidence that they are not even {evidence:.2f}, limit {limit:.2f}"
+    bound = f", limit ±{numbers['uneven_limit']:.1%}" if "uneven_limit" in numbers else ""
+    return f"{counts}, difference {(units[0] - units[1]) / max(1.0, sum(units)):+.1%} of both{bound}"
+
+
+def _describe_open_rules(text: str, numbers: Mapping[str, float]) -> list[str]:
+    """Return the rules that a rollout had not fulfilled at its end.
+
+    Args:
+        text: the rules as the reason of the hold lists them.
+        numbers: statistics of the decision.
+    """
+    rules = []
+    for part in text.split("; "):
+        names, found, end = part.partition(" not shown to be ")
+        stage = end.rpartition("stage ")[2] if "stage" in end else ""
+        for name in names.split(", ") if found else ():
+            rule = f"the guardrail {name}" + (f" before stage {stage}" if stage else "")
+            limit = f"stage_{stage}_limit" if stage else "limit"
+            is_metric = name != "arms of one size"
+            rules.append(_describe_metric(rule, name, limit, numbers) if is_metric else _describe_arms(numbers))
+    if "no success shown" in text:
+        metrics = [name.removesuffix(".success_limit") for name in numbers if name.endswith(".success_limit")]
+        rules += [_describe_metric(f"the success {name}", name, "success_limit", numbers) for name in metrics]
+    return rules
 
 
 def scored_versions(versions: Sequence[VersionState]) -> list[ScoredVersion]:
@@ -261,16 +303,15 @@ def describe_learning(model: str, champion: str | None, versions: Sequence[Versi
         f"audit score {first.score:.2f} → {last.score:.2f} in {count} version{'' if count == 1 else 's'} "
         f"(95 %: {lower:+.2f} to {upper:+.2f})"
     )
+    verdict: Literal["learns", "plateau", "worse", "unclear"] = "unclear"
+    state, end = "is not shown to change", ""
     if lower > 0:
-        plateau = _describe_plateau([version for version in scored if version.step <= last.step])
-        if plateau:
-            return Learning(
-                "plateau", f"{model} has learned but no longer rises: {numbers}. {plateau}{pending}", swapped_at
-            )
-        return Learning("learns", f"{model} learns: {numbers}.{pending}", swapped_at)
-    if upper < 0:
-        return Learning("worse", f"{model} got worse: {numbers}.{pending}", swapped_at)
-    return Learning("unclear", f"{model} is not shown to change: {numbers}.{pending}", swapped_at)
+        verdict, state = "learns", "learns"
+        if plateau := _describe_plateau([version for version in scored if version.step <= last.step]):
+            verdict, state, end = "plateau", "has learned but no longer rises", f" {plateau}"
+    elif upper < 0:
+        verdict, state = "worse", "got worse"
+    return Learning(verdict, f"{model} {state}: {numbers}.{end}{pending}", swapped_at)
 
 
 def _describe_plateau(scored: Sequence[ScoredVersion]) -> str:

@@ -137,6 +137,18 @@ def test_evidence_of_harm_at_the_first_reading_stays() -> None:
     assert "missing" in evidence.findings().open_guardrails  # nothing is closed yet
 
 
+def test_evidence_reports_the_limits_of_the_rules_that_refuse_or_are_open() -> None:
+    limits = {
+        name: number
+        for name, number in evidence_after(SMALL, 300, 0.4, 0.8, look="maturity").statistics().items()
+        if name.endswith("limit")
+    }
+    assert limits == {
+        "uneven_limit": SMALL.uneven, "reward.harm_limit": 0.0, "reward.limit": -0.2, "missing.limit": 0.2,
+        "reward.success_limit": 0.0, "missing.success_limit": 0.2, "reward.stage_3_limit": -0.2,
+    }  # fmt: skip
+
+
 def test_evidence_uses_revisions_before_the_closing_age() -> None:
     evidence = evidence_after(SMALL, 300, 0.8, 0.8, look="maturity")
     for number in range(300):

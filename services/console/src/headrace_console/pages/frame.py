@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping
-from datetime import UTC, datetime
+from datetime import UTC
 from pathlib import Path
 
 import jinja2
@@ -58,11 +58,12 @@ def _load_templates() -> jinja2.Environment:
         auto_reload=False,
     )
     environment.filters |= {
-        "visible": _visible,
-        "lines": _lines,
-        "moment": _format_time,
-        "minute": _format_minute,
-        "iso": _iso,
+        # One line of at most 200 characters, and several lines, with control and bidi characters as visible symbols.
+        "visible": lambda text: printable(str(text)),
+        "lines": lambda text: printable_lines(str(text), LINES_LENGTH_MAX),
+        "moment": lambda time: f"{time.astimezone(UTC):%d %b %Y %H:%M:%S} UTC",
+        "minute": lambda time: f"{time.astimezone(UTC):%d %b %Y %H:%M}",
+        "iso": lambda time: time.astimezone(UTC).isoformat(),
         "exp": math.exp,
     }
     environment.globals["ui"] = environment.get_template("macros.html").module
@@ -107,27 +108,3 @@ class Templates:
             "theme": theme if theme in THEMES else "",
             "themes": THEMES,
         }
-
-
-def _visible(text: object) -> str:
-    """Return a text on one line with visible control and bidi characters, cut to 200 characters."""
-    return printable(str(text))
-
-
-def _lines(text: object) -> str:
-    """Return a text for a page of several lines: control characters except line breaks become visible symbols, and the
-    text is cut to 20,000 characters.
-    """
-    return printable_lines(str(text), LINES_LENGTH_MAX)
-
-
-def _format_time(time: datetime) -> str:
-    return f"{time.astimezone(UTC):%d %b %Y %H:%M:%S} UTC"
-
-
-def _format_minute(time: datetime) -> str:
-    return f"{time.astimezone(UTC):%d %b %Y %H:%M}"
-
-
-def _iso(time: datetime) -> str:
-    return time.astimezone(UTC).isoformat()

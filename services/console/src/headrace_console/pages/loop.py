@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime
+from typing import TypeVar
 
 from markupsafe import Markup
+from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import Response
 
 from headrace_console import charts, learning
 from headrace_console.flow import Cause, Facts, find_cause
 from headrace_console.flow_rules import describe_reason, sessions_query
-from headrace_console.learning import Learning, ScoredVersion
 from headrace_console.pages.page import Page, Visit
 from headrace_console.read_model import queries
 from headrace_console.read_model.queries import Counts
@@ -21,25 +21,10 @@ from headrace_runtime.errors import Refused, Unavailable
 from headrace_schemas import ModelEvent
 from headrace_schemas.http.registry_api import ModelState
 
+T = TypeVar("T")
 _DECISIONS_SHOWN = 8
 _MODELS_SHOWN = 8
 _CONSEQUENCES = frozenset({"promoted", "rejected", "skipped", "rolled_back", "withdrawn"})
-
-
-@dataclass(frozen=True, slots=True)
-class ModelSummary:
-    """What the page Loop shows about one model: its state, scores, steps and decisions."""
-
-    state: ModelState
-    learning: Learning
-    scores: tuple[ScoredVersion, ...]
-    chart: Markup
-    trial: str
-    """Sentence with the numbers of the gate's last decision, or an empty text."""
-    steps: tuple[queries.Row, ...]
-    """The last training steps with a mean reward, the oldest first."""
-    reward_chart: Markup
-    decisions: tuple[ModelEvent, ...]
 
 
 async def loop(visit: Visit) -> Response:
@@ -47,6 +32,7 @@ async def loop(visit: Visit) -> Response:
     visit.parameters()
     facts, problem = await _facts(visit)
     counts = await _counts(visit)
+    last_ms = None if counts is None else await _read(visit, lambda tx: queries.last_call(tx, visit.user.scope))
     models = [await _summary(visit, state) for state in facts.models[:_MODELS_SHOWN]]
     return visit.render(
         "loop.html",
@@ -57,40 +43,24 @@ async def loop(visit: Visit) -> Response:
         rule=visit.parts.rules.gate,
         facts=facts,
         counts=counts,
-        last_call=None if counts is None else await _last_call(visit),
+        last_call=None if last_ms is None else from_epoch_ms(last_ms),
         searched_calls=queries.SEARCHED_CALLS_MAX,
         as_of=visit.parts.clock.now(),
     )
 
 
-async def _steps(visit: Visit, model: str) -> tuple[queries.Row, ...]:
-    """Return the last steps that report a mean reward, or no steps if the database does not answer."""
+async def _read(visit: Visit, query: Callable[[AsyncConnection], Awaitable[T]]) -> T | None:
+    """Return the result of a query in a transaction of its own, or None if the database does not answer."""
     try:
         async with visit.transaction() as tx:
-            reports = await queries.steps(tx, model)
+            return await query(tx)
     except Unavailable:
-        return ()
-    return tuple(report for report in reports if report["reward"] is not None)
+        return None
 
 
 async def _counts(visit: Visit) -> Counts | None:
     """Return the counts of the captured turns that the user may see, or None if the database does not answer."""
-    try:
-        async with visit.transaction() as tx:
-            return await queries.counts(tx, visit.user.scope)
-    except Unavailable:
-        return None
-
-
-async def _last_call(visit: Visit) -> datetime | None:
-    """Return the time of the last call that the user may see, or None if there is none or the database does not
-    answer."""
-    try:
-        async with visit.transaction() as tx:
-            last_ms = await queries.last_call(tx, visit.user.scope)
-    except Unavailable:
-        return None
-    return None if last_ms is None else from_epoch_ms(last_ms)
+    return await _read(visit, lambda tx: queries.counts(tx, visit.user.scope))
 
 
 async def flow(visit: Visit) -> Response:
@@ -148,38 +118,36 @@ async def _facts(visit: Visit) -> tuple[Facts, str]:
     return facts, problem
 
 
-async def _summary(visit: Visit, state: ModelState) -> ModelSummary:
+async def _summary(visit: Visit, state: ModelState) -> dict[str, object]:
+    """Return what the page Loop shows about one model: its scores, its decisions, and the last training steps with a
+    mean reward, the oldest first.
+    """
     versions = await visit.parts.registry.versions(state.id)
-    scores = tuple(learning.scored_versions(versions))
-    chart = charts.interval_chart(
-        f"Audit score of {state.id} by version, with 95 % intervals",
-        [
-            charts.Mark(
-                number,
-                score.score,
-                score.lower,
-                score.upper,
-                f"{score.version}: {score.score:.3f}",
-                score.is_refused,
-            )
-            for number, score in enumerate(scores)
-        ],
-        below="versions, the oldest first; hollow: refused",
-    )
+    scores = learning.scored_versions(versions)
+    marks = [
+        charts.Mark(
+            number, score.score, score.lower, score.upper, f"{score.version}: {score.score:.3f}", score.is_refused
+        )
+        for number, score in enumerate(scores)
+    ]
     events = (event for version in versions for event in version.decisions)
     decisions = sorted((event for event in events if event.decision in _CONSEQUENCES), key=_time, reverse=True)
-    described = learning.describe_learning(state.id, state.champion, versions)
-    steps = await _steps(visit, state.id)
-    return ModelSummary(
-        state,
-        described,
-        scores,
-        chart,
-        learning.describe_trial(versions),
-        steps,
-        reward_chart(state.id, steps),
-        tuple(decisions[:_DECISIONS_SHOWN]),
-    )
+    reports = await _read(visit, lambda tx: queries.steps(tx, state.id)) or ()
+    steps = [report for report in reports if report["reward"] is not None]
+    return {
+        "state": state,
+        "learning": learning.describe_learning(state.id, state.champion, versions),
+        "scores": scores,
+        "chart": charts.interval_chart(
+            f"Audit score of {state.id} by version, with 95 % intervals",
+            marks,
+            below="versions, the oldest first; hollow: refused",
+        ),
+        "trial": learning.describe_trial(versions),
+        "steps": steps,
+        "reward_chart": reward_chart(state.id, steps),
+        "decisions": decisions[:_DECISIONS_SHOWN],
+    }
 
 
 def reward_chart(model: str, steps: Sequence[queries.Row]) -> Markup:
@@ -197,7 +165,8 @@ def reward_chart(model: str, steps: Sequence[queries.Row]) -> Markup:
 
 def _step_label(report: queries.Row) -> str:
     version = f", made {report['version']}" if report["version"] else ""
-    return f"report {report['account']}, step {report['step']}: {report['reward']:.3f}{version}"
+    trained = f"{report['reward']:.3f}, mean of {report['trained']} trained revisions"
+    return f"report {report['account']}, step {report['step']}: {trained}{version}"
 
 
 def _time(event: ModelEvent) -> datetime:

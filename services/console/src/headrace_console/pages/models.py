@@ -39,6 +39,10 @@ NUMBER_NAMES = {
     "anchor_difference": "mean difference from the anchor",
     "anchor_standard_error": "standard error of the difference from the anchor",
     "anchor_margin": "loss against the anchor that must be ruled out",
+    "minimum_score": "score that the version must not fall behind",
+    "minimum_difference": "mean difference from the minimum score",
+    "minimum_standard_error": "standard error of the difference from the minimum score",
+    "minimum_margin": "loss against the minimum score that must be ruled out",
     "score": "mean score of the audit tasks",
     "score_standard_error": "standard error of the score",
     "replicas": "replicas that loaded the version",
@@ -47,6 +51,8 @@ NUMBER_NAMES = {
 }
 """Descriptions of the statistics in decisions and measurements."""
 _REFUSALS = frozenset({"rejected", "skipped", "rolled_back", "withdrawn"})
+_ANNOUNCEMENTS = ("registered", "probed", "evaluated")
+"""Events of a version that decide nothing."""
 _UNPROMOTABLE = ("promoted", "canary", "withdrawn")
 
 
@@ -96,18 +102,19 @@ async def version(visit: Visit) -> Response:
 
 async def promote(visit: Visit) -> Response:
     """Make a version the next candidate. It still passes the gate."""
-    version = await find_version(visit)
-    body = AuditedPromoteRequest(version=version.id, reason=await visit.reason())
-    await visit.parts.registry.change(f"/v1/models/{version.model}/promote", body, visit.user)
-    return RedirectResponse(visit.request.url.path.removesuffix("/promote"), 303)
+    return await _change(visit, "promote", AuditedPromoteRequest)
 
 
 async def withdraw(visit: Visit) -> Response:
     """Withdraw a version, so that it gets no more calls."""
+    return await _change(visit, "withdraw", WithdrawRequest)
+
+
+async def _change(visit: Visit, action: str, request: type[AuditedPromoteRequest | WithdrawRequest]) -> Response:
     version = await find_version(visit)
-    body = WithdrawRequest(version=version.id, reason=await visit.reason())
-    await visit.parts.registry.change(f"/v1/models/{version.model}/withdraw", body, visit.user)
-    return RedirectResponse(visit.request.url.path.removesuffix("/withdraw"), 303)
+    body = request(version=version.id, reason=await visit.reason())
+    await visit.parts.registry.change(f"/v1/models/{version.model}/{action}", body, visit.user)
+    return RedirectResponse(visit.request.url.path.removesuffix(f"/{action}"), 303)
 
 
 async def find_version(visit: Visit) -> VersionState:
@@ -213,7 +220,7 @@ async def compare(visit: Visit) -> Response:
             event
             for version in pair
             for event in reversed(version.decisions)
-            if {event.version, event.previous} == names
+            if {event.version, event.previous} == names and event.decision not in _ANNOUNCEMENTS
         ],
         tasks=tasks,
     )

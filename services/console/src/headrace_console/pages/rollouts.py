@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from markupsafe import Markup
 from starlette.responses import RedirectResponse, Response
 
@@ -14,18 +12,6 @@ from headrace_schemas.http.registry_api import RolloutChange, RolloutState
 
 UNDER_WAY = ("shadow", "canary")
 _ACTIONS = ("promote", "stop", "rollback")
-
-
-@dataclass(frozen=True, slots=True)
-class MetricRow:
-    """Table row of a metric: the difference candidate minus champion, its interval, the margin, and a verdict."""
-
-    name: str
-    difference: str
-    lower: str
-    upper: str
-    margin: str
-    verdict: str
 
 
 async def rollouts(visit: Visit) -> Response:
@@ -45,7 +31,7 @@ async def rollout(visit: Visit) -> Response:
         "rollout.html",
         rollout=rollout,
         metric=chosen,
-        rows=metric_rows(rollout),
+        rows=[(*row, describe_evidence(rollout, row[0])) for row in rollout_picture.intervals(rollout)],
         chart=draw(rollout, chosen),
         points=rollout_picture.points(rollout, chosen)[-50:],
         is_under_way=rollout.phase in UNDER_WAY,
@@ -65,15 +51,7 @@ async def change(visit: Visit) -> Response:
     return RedirectResponse(f"/rollouts/{rollout.id}", 303)
 
 
-def metric_rows(rollout: RolloutState) -> list[MetricRow]:
-    """Return the rows of a rollout's table of metrics."""
-    return [
-        MetricRow(name, difference, lower, upper, margin, _verdict(rollout, name))
-        for name, difference, lower, upper, margin in rollout_picture.intervals(rollout)
-    ]
-
-
-def _verdict(rollout: RolloutState, metric: str) -> str:
+def describe_evidence(rollout: RolloutState, metric: str) -> str:
     """Return in words what the confidence sequence of a metric shows so far."""
     lower, upper = (rollout.statistics.get(f"{metric}.{end}") for end in ("lower", "upper"))
     if lower is None or upper is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
@@ -201,7 +202,6 @@ class EventEffects:
         save = self._batch.save_of(event)
         if not side.is_new_step(*save):
             return
-        dropped: dict[str, int] = {}
         items: list[TrainingOutcome | RevertedOutcome | RestoredOutcome] = [
             *event.verdicts,
             *event.undone,
@@ -221,9 +221,7 @@ class EventEffects:
                         "advantage": overall_advantage(item),
                     }
                 )
-        for verdict in event.verdicts:
-            if verdict.reason_name is not None:
-                dropped[verdict.reason_name] = dropped.get(verdict.reason_name, 0) + 1
+        dropped = Counter(verdict.reason_name for verdict in event.verdicts if verdict.reason_name is not None)
         side.steps[save] = {
             "lineage": save[0],
             "account": save[1],

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sqlalchemy import case, func, select, true
+from sqlalchemy import func, select, true
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from headrace_console.read_model import tables
@@ -31,9 +31,7 @@ class SourceRewards:
     outcomes: Mapping[str, int]
     buckets: Mapping[int, int]
     mean: float | None
-    """Mean of the values whose sum is stored, or None if there are none."""
-    averaged: int
-    """Number of rewards in the mean. An old release counted further rewards without their sum."""
+    """Mean of the values, or None if there are none."""
 
 
 async def rewards_by_source(tx: AsyncConnection, tenant: int, since_hour: int) -> dict[str, SourceRewards]:
@@ -44,25 +42,22 @@ async def rewards_by_source(tx: AsyncConnection, tenant: int, since_hour: int) -
     """
     table = tables.hours
     kind = table.c.source, table.c.outcome, table.c.bucket
-    averaged = func.sum(case((table.c.total.is_not(None), table.c.rewards), else_=0))
-    query = select(*kind, func.sum(table.c.rewards), func.sum(table.c.total), averaged)
+    query = select(*kind, func.sum(table.c.rewards), func.sum(table.c.total))
     query = query.where(table.c.tenant == tenant, table.c.hour >= since_hour)
     rows = (await tx.execute(query.group_by(*kind))).all()
     texts = await texts_of(tx, {number for row in rows for number in (row.source, row.outcome)})
     outcomes: dict[str, Counter[str]] = defaultdict(Counter)
     buckets: dict[str, Counter[int]] = defaultdict(Counter)
     totals: dict[str, float] = defaultdict(float)
-    numbers: Counter[str] = Counter()
-    for source, outcome, bucket, number, total, exact in rows:
+    for source, outcome, bucket, number, total in rows:
         name = texts[source]
         outcomes[name][texts[outcome]] += int(number)
         if bucket != tables.NO_VALUE:
             buckets[name][bucket] += int(number)
             totals[name] += total or 0.0
-            numbers[name] += int(exact)
     return {
         name: SourceRewards(
-            outcomes[name], buckets[name], totals[name] / numbers[name] if numbers[name] else None, numbers[name]
+            outcomes[name], buckets[name], totals[name] / count if (count := buckets[name].total()) else None
         )
         for name in sorted(outcomes)
     }

@@ -363,7 +363,7 @@ hours = Table(
     Column("outcome", Integer, primary_key=True),
     Column("bucket", SmallInteger, primary_key=True),  # value in tenths; `NO_VALUE` for outcomes other than `scored`
     Column("rewards", BigInteger, nullable=False),
-    Column("total", Float),  # sum of the values; null if an old release has counted some of them
+    Column("total", Float),  # sum of the values
     sqlite_with_rowid=False,
 )
 NO_VALUE = -100

@@ -204,10 +204,9 @@ class Trial:
             "beta": self.rule.beta,
         }
         for comparison in self.comparisons:
-            if not isinstance(comparison.opponent, str):
-                numbers["minimum_score"] = comparison.opponent
-                continue
             prefix = "" if comparison.opponent == self.champion else "anchor_"
+            if not isinstance(comparison.opponent, str):
+                prefix, numbers["minimum_score"] = "minimum_", comparison.opponent
             numbers[f"{prefix}difference"] = comparison.not_worse.mean
             numbers[f"{prefix}margin"] = comparison.margin
             if comparison.not_worse.standard_error is not None:

@@ -7,6 +7,8 @@ rejection is final. The error bound holds for all times together, so decisions m
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -16,6 +18,7 @@ from headrace_registry.rollouts import metrics
 from headrace_registry.rollouts.adaptive_split import Estimate
 from headrace_registry.rollouts.metrics import Metric
 from headrace_registry.rollouts.plan import Guardrail, ReadingAge, RolloutPlan, Success, UnitReading
+from headrace_schemas.events.checkpoint import STATISTICS_MAX
 from headrace_statistics import e_process
 from headrace_statistics.e_process import Contrast, EProcess, MixtureEProcess, SampleRatio
 from headrace_statistics.intervals import ConfidenceSequence, Interval
@@ -25,6 +28,9 @@ ARMS = "arms of one size"
 SILENT_UNITS = 30
 """Number of units of each arm after which a metric without any value is ignored; for example, agents without tools have
 no tool errors. A metric that has a value for one unit in ten is ignored wrongly in one of 500 rollouts."""
+
+_STATISTICS_MAX = STATISTICS_MAX - 2
+"""Largest number of statistics. The decision adds the exposure and the number of the rollout."""
 
 
 class Wealth(Protocol):
@@ -42,12 +48,14 @@ class SequentialTest:
     `MetricMonitor`) exceeds a bound.
 
     `wealth` is the e-process of the test, and `error` the bound of the probability of a wrong rejection. With `sign` -1
-    the contrasts are negated, so that a mean below a bound is detected.
+    the contrasts are negated, so that a mean below a bound is detected. `limit` is the bound in the unit of the metric,
+    where larger differences are better.
     """
 
     wealth: Wealth
     error: float
     sign: float = 1.0
+    limit: float = 0.0
     null_rejected: bool = False
 
     def update(self, contrast: float) -> None:
@@ -75,14 +83,17 @@ class MetricMonitor:
 
     def harm(self, guardrail: Guardrail, error: float) -> SequentialTest:
         test = SequentialTest(
-            MixtureEProcess(guardrail.tolerated * self.scale, guardrail.margin * self.scale), error, sign=-1.0
+            MixtureEProcess(guardrail.tolerated * self.scale, guardrail.margin * self.scale),
+            error,
+            sign=-1.0,
+            limit=-guardrail.tolerated,
         )
         self.tests.append(test)
         return test
 
     def not_inferior(self, margin: float, error: float) -> SequentialTest:
         gap = margin * self.scale
-        test = SequentialTest(EProcess(null=-gap, gap=gap), error)
+        test = SequentialTest(EProcess(null=-gap, gap=gap), error, limit=-margin)
         self.tests.append(test)
         return test
 
@@ -286,6 +297,12 @@ class Evidence:
         A metric is computed for each unit at one or two ages. If harm was detected, the numbers are those of the age at
         which it was detected first, else those of the last age, on which promotions depend. `METRIC.harm_log_wealth` is
         the evidence for harm. Harm is detected when it reaches -ln of the test's allowed error.
+
+        The limits are those of the rules that refuse the candidate or do not promote it yet. `METRIC.harm_limit` is the
+        difference that the candidate has fallen behind, `METRIC.limit` the one that a guardrail must exclude,
+        `METRIC.success_limit` the one that a success must exceed, and `METRIC.stage_2_limit` the one that must be
+        excluded before stage 2. Of too many numbers for one event, the last ones, which are standard errors, are left
+        out.
         """
         numbers = {
             "alpha": self.alpha,
@@ -293,7 +310,9 @@ class Evidence:
             "candidate_units": float(self._ratio.candidates),
             "control_units": float(self._ratio.controls),
             "sample_ratio_log_evidence": self._ratio.log_evidence,
+            **self._limits(),
         }
+        errors: dict[str, float] = {}
         if self._shadow_units:
             numbers["shadow_units"] = float(self._shadow_units)
         ages: tuple[ReadingAge, ...] = ("maturity", "closing", "shadow")
@@ -304,11 +323,34 @@ class Evidence:
                 monitor for age in ages if (monitor := self._monitors.get((name, age))) and monitor.contrasts.count
             ]
             if monitors:
-                numbers |= {f"{name}.{key}": value for key, value in monitors[0].numbers().items()}
+                values = monitors[0].numbers()
+                if (error := values.pop("standard_error", None)) is not None:
+                    errors[f"{name}.standard_error"] = error
+                numbers |= {f"{name}.{key}": value for key, value in values.items()}
         for guardrail in self.plan.guardrails:
             tests = [test for name, test in self._harms if name.rpartition(" at ")[0] == guardrail.metric]
             numbers[f"{guardrail.metric}.harm_log_wealth"] = max(test.wealth.log_wealth for test in tests)
-        return numbers
+        return dict(itertools.islice((numbers | errors).items(), _STATISTICS_MAX))
+
+    def _limits(self) -> dict[str, float]:
+        """Return the limits that `statistics` describes, in the direction of the differences."""
+        tests = [(f"{name.rpartition(' at ')[0]}.harm_limit", test) for name, test in self._harms if test.null_rejected]
+        tests += [(f"{name}.limit", test) for name, test in self._safe if not test.null_rejected]
+        if not any(test.null_rejected for _, test in self._successes):
+            tests += [(f"{success.metric}.success_limit", test) for success, test in self._successes]
+        for stage_index, entries in self._entries.items():
+            unproven = [(name, test) for name, test in entries if not test.null_rejected]
+            tests += [(f"{name}.stage_{stage_index + 1}_limit", test) for name, test in unproven]
+            if unproven:
+                break
+        limits = {"sample_ratio_log_limit": -math.log(self.plan.sample_ratio_error)} if self._ratio_broken else {}
+        if not all(test.null_rejected for test in self._even):
+            limits["uneven_limit"] = self.plan.uneven
+        metrics_by_name = self.metrics
+        for name, test in tests:
+            higher_is_better = metrics_by_name[name.rpartition(".")[0]].higher_is_better
+            limits[name] = (test.limit if higher_is_better else -test.limit) or 0.0
+        return limits
 
     def _entry_tests(self, share: Fraction) -> list[tuple[str, SequentialTest]]:
         """Return the tests that must have rejected a large loss before the candidate gets the traffic share `share`.
