@@ -34,12 +34,15 @@ OPENING: dict[str, Any] = {"role": "system", "content": "Read the rules before y
 LOOKUP = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def exact_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the prompts of the replica continue the sampled tokens of earlier answers."""
     monkeypatch.setattr(Generation, "prompt_ids", property(lambda self: prompt_of(self.body["messages"])))
     monkeypatch.setattr(Generation, "tokens", lambda self, index: answer_of([*self.prompt_ids, index])[: self.limit])
     monkeypatch.setattr(Generation, "calls_a_tool", property(lambda _self: False))
+
+
+with_exact_prompts = pytest.mark.usefixtures("exact_prompts")
 
 
 async def ask(served: Gateway, messages: Messages, session: str = "s", **fields: Any) -> Messages:
@@ -67,6 +70,7 @@ def as_sent(turn: Turn) -> Messages:
     return [json.loads(message.model_dump_json(exclude_none=True)) for message in turn.messages]
 
 
+@with_exact_prompts
 async def test_turns_of_a_session_contain_what_they_add_and_resolve_to_what_the_engine_saw(tmp_path: Path) -> None:
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as served:
@@ -85,6 +89,7 @@ async def test_turns_of_a_session_contain_what_they_add_and_resolve_to_what_the_
         assert turn.usage.prompt_tokens == len(turn.prompt_token_ids)
 
 
+@with_exact_prompts
 async def test_forks_alternating_conversations_and_changed_histories_resolve(tmp_path: Path) -> None:
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as served:
@@ -105,6 +110,7 @@ async def test_forks_alternating_conversations_and_changed_histories_resolve(tmp
         assert len(turn.tools) == len(request.get("tools", ()))
 
 
+@with_exact_prompts
 async def test_other_sessions_and_unknown_history_are_stored_whole(tmp_path: Path) -> None:
     replica = FakeReplica()
     async with replica.running():
@@ -120,6 +126,7 @@ async def test_other_sessions_and_unknown_history_are_stored_whole(tmp_path: Pat
             assert [turn.extends for turn in served.stored_turns] == [None] * 3
 
 
+@with_exact_prompts
 async def test_turn_that_neither_bus_nor_spool_took_is_never_referred_to(tmp_path: Path) -> None:
     replica = FakeReplica()
     async with replica.running(), gateway(tmp_path, replica) as served:
@@ -146,6 +153,7 @@ async def test_turn_that_neither_bus_nor_spool_took_is_never_referred_to(tmp_pat
     resolve(turns)
 
 
+@with_exact_prompts
 async def test_line_of_turns_begins_with_a_whole_turn_again(tmp_path: Path) -> None:
     """A chain of extending turns starts again with a complete turn, which bounds the bytes that a reader has to
     resolve."""
@@ -164,6 +172,7 @@ async def test_line_of_turns_begins_with_a_whole_turn_again(tmp_path: Path) -> N
     assert [len(turn.messages) for turn in resolve(turns)] == [2 * at + 2 for at in range(24)]
 
 
+@with_exact_prompts
 async def test_replica_that_was_restarted_gets_the_exact_tokens_of_the_conversation_once(tmp_path: Path) -> None:
     replica, other = FakeReplica(), FakeReplica("replica-1")
     async with replica.running(), gateway(tmp_path, replica) as served:
@@ -212,6 +221,7 @@ def captured(name: str, prompt: bytes) -> CapturedTurn:
     )
 
 
+@with_exact_prompts
 async def test_recalled_turns_are_continued_as_if_the_gateway_had_never_stopped(tmp_path: Path) -> None:
     replica = FakeReplica()
     memory = CapturedTurns(10_000_000, recalls=True)
