@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -21,19 +20,6 @@ Steps = Mapping[tuple[int, int], tuple[int, int, int]]
 
 Lineages and versions are ids in the table `names`.
 """
-
-
-class AnswerUpdate(NamedTuple):
-    """Advantage with which one answer was trained, with the training outcome that reports it."""
-
-    turn: int
-    """Number of the answer's turn."""
-    entry: HistoryEntry
-    """The outcome."""
-    advantage: float
-    edited: bool
-    """Whether an edit of the answer was trained instead of the answer."""
-    is_undone: bool
 
 
 def direction(advantage: float | None) -> str:
@@ -88,28 +74,6 @@ def trains_answer(entry: HistoryEntry, turns: Sequence[int], turn: int) -> bool:
     return entry.advantage is not None or not entry.turns or False in edits
 
 
-def answer_updates(
-    turns: Sequence[int], history: Sequence[HistoryEntry], numbers: Mapping[str, int]
-) -> Iterable[AnswerUpdate]:
-    """Yield the advantages with which the answers of an experience were trained.
-
-    Args:
-        turns: numbers of the turns of the experience.
-        history: outcomes of the experience.
-        numbers: number of each turn by its id.
-    """
-    for entry in history:
-        if entry.kind != "trained":
-            continue
-        undone = is_undone(entry, history)
-        by_turn = [(turns[index], value, edited) for index, value, edited in entry.turns if index < len(turns)]
-        if entry.advantage is not None and all(edited for _, _, edited in by_turn):
-            left_out = {numbers.get(name) for name in entry.left_out}
-            by_turn += [(turn, entry.advantage, False) for turn in turns if turn not in left_out]
-        for turn, advantage, edited in by_turn:
-            yield AnswerUpdate(turn, entry, advantage, edited, undone)
-
-
 def training_sentences(
     experiences: Iterable[tuple[Sequence[int], Sequence[HistoryEntry]]],
     numbers: Mapping[str, int],
@@ -126,16 +90,19 @@ def training_sentences(
     """
     sentences: dict[int, list[str]] = defaultdict(list)
     for turns, history in experiences:
-        for update in answer_updates(turns, history, numbers):
-            subject = "An edit of this answer was" if update.edited else "This answer was"
-            effect = (
-                describe_advantage(update.advantage)
-                if update.advantage
-                else "trained with advantage 0, which changes nothing"
-            )
-            undone = "; this was undone" if update.is_undone else ""
-            where = describe_step(update.entry, steps, texts)
-            sentences[update.turn].append(f"{subject} {effect}, by {where}{undone}.")
+        for entry in history:
+            if entry.kind != "trained":
+                continue
+            answers = [(turns[index], value, edited) for index, value, edited in entry.turns if index < len(turns)]
+            if entry.advantage is not None and all(edited for _, _, edited in answers):
+                left_out = {numbers.get(name) for name in entry.left_out}
+                answers += [(turn, entry.advantage, False) for turn in turns if turn not in left_out]
+            end = f"by {describe_step(entry, steps, texts)}{'; this was undone' if is_undone(entry, history) else ''}."
+            for turn, advantage, edited in answers:
+                subject = "An edit of this answer was" if edited else "This answer was"
+                no_effect = "trained with advantage 0, which changes nothing"
+                effect = describe_advantage(advantage) if advantage else no_effect
+                sentences[turn].append(f"{subject} {effect}, {end}")
     return sentences
 
 

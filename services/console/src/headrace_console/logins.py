@@ -54,31 +54,16 @@ class Session:
 _SESSIONS: TypeAdapter[list[Session]] = TypeAdapter(list[Session])
 
 
-class SessionFile:
-    """File with all sessions, which `write` replaces as a whole. Its methods block for a few milliseconds."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def read(self) -> list[Session]:
-        """Return the stored sessions, the oldest first."""
-        try:
-            with self._path.open("rb") as file:
-                return _SESSIONS.validate_json(file.read(_FILE_BYTES_MAX))
-        except FileNotFoundError:
-            return []
-        except (OSError, ValidationError) as error:
-            log.warning("sessions_unreadable", path=str(self._path), error=type(error).__name__)
-            return []
-
-    def write(self, sessions: list[Session]) -> None:
-        """Replace the stored sessions by `sessions`. A failure is logged."""
-        content = json.dumps([asdict(session) for session in sessions]).encode("ascii")
-        try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            replace_file(self._path, content, opener=open_for_owner)
-        except OSError as error:
-            log.warning("sessions_not_stored", path=str(self._path), error=str(error))
+def _read_sessions(path: Path) -> list[Session]:
+    """Return the stored sessions, the oldest first. It blocks for a few milliseconds."""
+    try:
+        with path.open("rb") as file:
+            return _SESSIONS.validate_json(file.read(_FILE_BYTES_MAX))
+    except FileNotFoundError:
+        return []
+    except (OSError, ValidationError) as error:
+        log.warning("sessions_unreadable", path=str(path), error=type(error).__name__)
+        return []
 
 
 class Logins:
@@ -91,8 +76,10 @@ class Logins:
         self._users = {user.name: user for user in users}
         self._clock = clock
         self._owner_token = _digest(f"headrace console owner\0{stack_key}")
-        self._file = SessionFile(data_dir / "console" / "sessions.json")
-        stored = [session for session in self._file.read() if self._rights(session) is not None][-_SESSIONS_MAX:]
+        self._path = data_dir / "console" / "sessions.json"
+        stored = [session for session in _read_sessions(self._path) if self._rights(session) is not None][
+            -_SESSIONS_MAX:
+        ]
         self._sessions = OrderedDict((session.digest, session) for session in stored)
         self._attempts: OrderedDict[str, deque[float]] = OrderedDict()
         """Times of the last logins by the address of the client."""
@@ -130,7 +117,7 @@ class Logins:
     def log_out(self, cookie: str) -> None:
         """End a session."""
         if self._sessions.pop(_digest(cookie), None) is not None:
-            self._file.write(list(self._sessions.values()))
+            self._write_sessions()
 
     def user_of(self, cookie: str | None) -> User | None:
         """Return the user of the session with this cookie, or None if there is no such session or it has ended."""
@@ -168,8 +155,17 @@ class Logins:
             most = max(sessions_of.values())
             oldest = next(key for key, entry in self._sessions.items() if sessions_of[entry.name] == most)
             del self._sessions[oldest]
-        self._file.write(list(self._sessions.values()))
+        self._write_sessions()
         return cookie
+
+    def _write_sessions(self) -> None:
+        """Replace the stored sessions. It blocks for a few milliseconds. A failure is logged."""
+        content = json.dumps([asdict(session) for session in self._sessions.values()]).encode("ascii")
+        try:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(self._path, content, opener=open_for_owner)
+        except OSError as error:
+            log.warning("sessions_not_stored", path=str(self._path), error=str(error))
 
     def _count_attempt(self, address: str) -> None:
         """Raise `Refused` 429 for the 11th login of an address within a minute."""

@@ -58,8 +58,8 @@ async def send(visit: Visit) -> Response:
     """Send feedback about a session, or about one of its turns."""
     form = await visit.fields(_FIELDS)
     session, turn = await _target(visit, form.get("turn", ""))
-    reply = await visit.parts.gateway.send(visit.user, session["tenant_name"], feedback_body(form, session, turn))
-    problem = describe_reason(reply.reason) if reply.reason else ""
+    reason = await visit.parts.gateway.send(visit.user, session["tenant_name"], feedback_body(form, session, turn))
+    problem = describe_reason(reason) if reason else ""
     return visit.render("feedback_sent.html", session=session, turn=turn, action=form["action"], problem=problem)
 
 

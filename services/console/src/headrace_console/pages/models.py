@@ -174,14 +174,11 @@ def _row(row: Row, runs: Runs) -> dict[str, object]:
         None,
     )
     return {
-        "key": row["session_key"],
+        **row,
         "title": row["title"] or row["session_id"] or row["session_key"],
-        "revision": row["revision"],
         "first_turn": min(turns, default=0),
         "run": runs.of_turn.get(min(turns, default=0), ""),
         "turns": len(turns),
-        "reward": row["reward"],
-        "advantage": row["advantage"],
         "direction": direction(row["advantage"]),
         "is_undone": entry is not None and is_undone(entry, history),
     }
@@ -202,7 +199,7 @@ async def compare(visit: Visit) -> Response:
         tenants, tenant = await chosen_tenant(tx, visit.user, parameters)
         if tenant is not None and second is not None:
             traffic = [await version_traffic(tx, tenants[tenant], version.id) for version in (first, second)]
-            tasks = list(await shared_tasks(tx, tenants[tenant], first.id, second.id))
+            tasks = await shared_tasks(tx, tenants[tenant], first.id, second.id)
     pair = (first, second) if second is not None else (first,)
     names = {version.id for version in pair}
     scores = {score.version: score for score in learning.scored_versions(versions)}

@@ -114,7 +114,7 @@ def _turns(
         status = split_status(texts.get(row["status"], ""))
         entries.append(
             {
-                "id": row["id"],
+                **row,
                 "run": runs.of_turn.get(row["id"]),
                 "begins_run": row["id"] in beginnings,
                 "response_id": unpack_id(row["name"]),
@@ -123,9 +123,6 @@ def _turns(
                 "arm": texts.get(row["arm"] or 0, ""),
                 "status": ": ".join(filter(None, status)),
                 "finish": texts.get(row["finish"] or 0, ""),
-                "prompt_tokens": row["prompt_tokens"],
-                "sampled_tokens": row["sampled_tokens"],
-                "latency_ms": row["latency_ms"],
                 "sentences": sentences.get(row["id"], ()),
                 "has_text": turn is not None,
                 "hidden": turn.message_count - len(messages[-_MESSAGES_MAX:]) if turn is not None else 0,
@@ -196,13 +193,11 @@ def _experience(
     ]
     first_turn = min(unpack_numbers(row["turns"]), default=0)
     return {
+        **row,
         "id": unpack_id(row["name"]),
         "first_turn": first_turn,
         "run": runs.of_turn.get(first_turn),
-        "revision": row["revision"],
-        "reward": row["reward"],
         "no_reward": texts.get(row["no_reward"] or 0, "").replace("_", " "),
-        "refused": row["refused"],
         "outcomes": outcomes,
     }
 
@@ -223,11 +218,9 @@ def reward_values(
     reward = event if isinstance(event, Reward) else None
     first_turn = runs.first_turns.get(row["trajectory"])
     return {
+        **row,
         "source": texts.get(row["source"], ""),
         "outcome": texts.get(row["outcome"], "").replace("_", " "),
-        "value": row["value"],
-        "revision": row["revision"],
-        "turn": row["turn"],
         "first_turn": first_turn,
         "run": runs.of_turn.get(first_turn or 0),
         "at": from_epoch_ms(row["at_ms"]),

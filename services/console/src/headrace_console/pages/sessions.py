@@ -13,7 +13,7 @@ from urllib.parse import quote, urlencode
 from sqlalchemy.ext.asyncio import AsyncConnection
 from starlette.responses import RedirectResponse, Response
 
-from headrace_console.pages.page import InvalidParameter, NotFound, Page, Visit
+from headrace_console.pages.page import InvalidParameter, NotFound, Page, Visit, choice_of
 from headrace_console.read_model import queries, tables
 from headrace_console.read_model.queries import SESSION_TURNS_MAX
 from headrace_console.read_model.session_list import Filter, Position, SessionPage, session_page
@@ -213,9 +213,7 @@ def parse_filter(parameters: dict[str, str]) -> Filter:
         Refused: 400 for a value that is not permitted.
     """
     for name, choices in LIST_CHOICES.items():
-        text = parameters.get(name)
-        if text is not None and text not in choices:
-            raise InvalidParameter(name, text, f"must be one of {', '.join(choices)}")
+        choice_of(parameters, name, choices)
     since = reward = None
     if "since" in parameters:
         try:
@@ -262,14 +260,11 @@ def _session(row: queries.Row, texts: dict[int, str]) -> dict[str, object]:
     thumb = next((name for name, value in THUMBS.items() if value == row["thumb"]), "")
     statuses = [f"{row[kind]} {kind}" for kind in tables.STATUSES if row[kind]]
     return {
-        "key": row["session_key"],
+        **row,
         "began": from_epoch_ms(row["began_ms"]),
         "last": from_epoch_ms(row["last_ms"]),
-        "task": row["task_id"],
         "title": row["title"] or row["session_id"] or row["session_key"],
-        "turns": row["turns"],
         "version": texts.get(row["version"], ""),
-        "reward": row["reward"],
         "thumb": thumb,
         "status": ", ".join(statuses),
         "flags": ", ".join(_flag_label(name, row) for name, bit in tables.FLAGS.items() if row["flags"] & bit),

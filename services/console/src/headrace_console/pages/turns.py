@@ -79,42 +79,25 @@ async def whole_turn(visit: Visit, turn: Turn) -> Turn:
     return complete_turn
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """A turn that the user may see, with its session and the outcomes of its training."""
-
-    session: Row
-    row: Row
-    training: TurnTraining
-
-    @property
-    def path(self) -> str:
-        return f"/s/{self.session['session_key']}/turns/{self.row['id']}"
-
-
 async def tokens(visit: Visit) -> Response:
     """Show a window of the tokens of a turn, and a table of its sampled tokens."""
     parameters = visit.parameters("choice", "from", "row", "colour", "now")
-    target = await _target(visit)
-    turn = await read_turn(visit, target.row)
-    common: dict[str, Any] = {
-        "session": target.session,
-        "row": target.row,
-        "response_id": unpack_id(target.row["name"]),
-    }
+    session, row = await _target(visit)
+    turn = await read_turn(visit, row)
+    common: dict[str, Any] = {"session": session, "row": row, "response_id": unpack_id(row["name"])}
     if turn is None:
         return visit.render("tokens.html", lens=None, **common)
     choice = _number(parameters, "choice", 0, len(turn.choices) - 1)
     now = parameters.get("now", "")
-    logprobs = (
-        visit.parts.replicas.cached_logprobs((target.session["tenant_name"], turn.turn_id, choice, now)) if now else ()
-    )
+    logprobs = visit.parts.replicas.cached_logprobs((session["tenant_name"], turn.turn_id, choice, now)) if now else ()
     texts, problem = await visit.parts.tokenizers.read(turn.version)
     lens = Lens(turn, choice, texts, logprobs)
     start = _number(parameters, "from", lens.first_window(), lens.length)
     first_row = _number(parameters, "row", 0, lens.length)
     colour = choice_of(parameters, "colour", COLOURS)
     rows_start = lens.prompt_length + first_row
+    async with visit.transaction() as tx:
+        training = await turn_training(tx, row)
     values = {"choice": choice, "from": start, "row": first_row, "colour": colour, "now": now}
     return visit.render(
         "tokens.html",
@@ -135,8 +118,8 @@ async def tokens(visit: Visit) -> Response:
         now=now,
         has_now=bool(logprobs),
         problem=problem,
-        sentences=target.training.sentences,
-        trained=await _is_trained(visit, target, turn, choice),
+        sentences=training.sentences,
+        trained=await _is_trained(visit, row["id"], training, turn, choice),
         served=visit.parts.replicas.versions(turn.model),
         too_long=turn.usage.prompt_tokens + len(turn.choices[choice].token_ids) > TOKENS_MAX,
         tokens_max=TOKENS_MAX,
@@ -146,8 +129,8 @@ async def tokens(visit: Visit) -> Response:
 async def compute(visit: Visit) -> Response:
     """Request the logprobs of an answer from a replica, and show them."""
     form = await visit.fields(("choice", "version"))
-    target = await _target(visit)
-    turn = await read_turn(visit, target.row)
+    session, row = await _target(visit)
+    turn = await read_turn(visit, row)
     if turn is None:
         raise Refused(409, "expired", "The text of this turn has expired, or the bus does not answer.")
     choice = _number(form, "choice", 0, len(turn.choices) - 1)
@@ -159,29 +142,30 @@ async def compute(visit: Visit) -> Response:
         raise Refused(413, "too_long", f"Prompt and answer have more than {TOKENS_MAX:,} tokens.")
     complete_turn = await whole_turn(visit, turn)
     await visit.parts.replicas.compute(
-        (target.session["tenant_name"], turn.turn_id, choice, version),
+        (session["tenant_name"], turn.turn_id, choice, version),
         TokensToScore(
             prompt_token_ids=complete_turn.prompt_token_ids,
             token_ids=answer.token_ids,
             temperature=turn.sampling.temperature or 1.0,
         ),
     )
-    return RedirectResponse(f"{target.path}?{_query(choice=choice, now=version, colour='change')}", 303)
+    path = f"/s/{session['session_key']}/turns/{row['id']}"
+    return RedirectResponse(f"{path}?{_query(choice=choice, now=version, colour='change')}", 303)
 
 
-async def _target(visit: Visit) -> _Target:
-    """Return the turn that the URL path names. Raises `NotFound`, also if the user may not see its tenant."""
+async def _target(visit: Visit) -> tuple[Row, Row]:
+    """Return the session and the turn that the URL path names. Raises `NotFound`, also if the user may not see their
+    tenant.
+    """
     session = await find_session(visit)
-    row = await find_turn(visit, session, visit.path("turn"))
-    async with visit.transaction() as tx:
-        return _Target(session, row, await turn_training(tx, row))
+    return session, await find_turn(visit, session, visit.path("turn"))
 
 
-async def _is_trained(visit: Visit, target: _Target, turn: Turn, choice: int) -> bool | None:
+async def _is_trained(visit: Visit, number: int, training: TurnTraining, turn: Turn, choice: int) -> bool | None:
     """Return whether training included an answer of the turn, or None if the experience's event cannot be read."""
-    for row, history in zip(target.training.experiences, target.training.histories, strict=True):
+    for row, history in zip(training.experiences, training.histories, strict=True):
         turns = unpack_numbers(row["turns"])
-        trained = [entry for entry in history if trains_answer(entry, turns, target.row["id"])]
+        trained = [entry for entry in history if trains_answer(entry, turns, number)]
         if all(turn.turn_id in entry.left_out for entry in trained):
             continue
         experience = await visit.parts.records.read_row("experiences", row)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from itertools import groupby
 
 from aiokafka import AIOKafkaConsumer, TopicPartition
 from aiokafka.errors import KafkaError
@@ -21,6 +23,7 @@ from headrace_console.read_model.queries import Row, position_of
 from headrace_console.read_model.retention import delete_expired
 from headrace_console.read_model.row_sets import upsert_all, with_pauses
 from headrace_console.read_model.rows import Names
+from headrace_console.service import INFO
 from headrace_runtime.clock import Clock, epoch_ms
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.kafka.consumer import consumer, partitions_of, record_of
@@ -30,32 +33,10 @@ from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
 from headrace_runtime.storage.database import Database
 from headrace_runtime.storage.isolation import is_fatal, reason_of
-from headrace_schemas import (
-    DeadLetter,
-    DeadLetterDecision,
-    Event,
-    Experience,
-    Feedback,
-    Reward,
-    TrainingMetrics,
-    Trajectory,
-    Turn,
-)
+from headrace_schemas import Event, Replica
 
 log = get_logger(__name__)
-TOPICS = tuple(
-    event.topic
-    for event in (
-        Turn,
-        Feedback,
-        Trajectory,
-        Reward,
-        Experience,
-        TrainingMetrics,
-        DeadLetter,
-        DeadLetterDecision,
-    )
-)
+TOPICS = tuple(topic for topic in INFO.consumes if topic != Replica.topic)
 _READS_MAX = 8
 """Largest number of concurrent reads of a `RecordReader`."""
 _READ_TIMEOUT_S = 10.0
@@ -76,74 +57,57 @@ _FETCH_WAIT_MS = 10
 """Time for which the bus holds a fetch request if it has no records. The next read must wait for this request."""
 
 
+@dataclass(eq=False)
 class TopicFollower:
     """Consumer that applies each record of `TOPICS` once to the read model.
 
     `following` is set while it is connected.
     """
 
-    def __init__(
-        self,
-        bus: BusSettings,
-        database: Database,
-        blobs: BlobStore,
-        clock: Clock,
-        changed: Callable[[Collection[str]], None],
-        *,
-        titles: bool,
-        retention_days: int,
-    ) -> None:
-        """Create a follower.
-
-        Args:
-            bus: settings of the bus.
-            database: the database of the read model.
-            blobs: the store of large events.
-            clock: the clock.
-            changed: function that is called after each batch with the topics of the batch's records.
-            titles: whether the first characters of each session are stored.
-            retention_days: days for which sessions are stored.
-        """
-        self._bus = bus
-        self._database = database
-        self._blobs = blobs
-        self._clock = clock
-        self._changed = changed
-        self._titles = titles
-        self._retention_days = retention_days
-        self._checks_retention_at_s = 0.0
-        self._names = Names()
-        self.following = asyncio.Event()
+    bus: BusSettings
+    database: Database
+    blobs: BlobStore
+    clock: Clock
+    changed: Callable[[Collection[str]], None]
+    """Function that is called after each batch with the topics of the batch's records."""
+    _: KW_ONLY
+    titles: bool
+    """Whether the first characters of each session are stored."""
+    retention_days: int
+    """Days for which sessions are stored."""
+    following: asyncio.Event = field(default_factory=asyncio.Event)
+    _checks_retention_at_s: float = 0.0
+    _names: Names = field(default_factory=Names)
 
     async def run(self) -> None:
         """Read the topics and apply their records until cancelled. Reconnects after a failure of the bus, the database
         or the blob store.
         """
         while True:
-            reader = consumer(self._bus, "headrace-console")
+            reader = consumer(self.bus, "headrace-console")
             try:
                 await self._connect(reader)
                 while True:
-                    batches = await reader.getmany(timeout_ms=_POLL_MS, max_records=batch_max(self._database))
+                    batches = await reader.getmany(timeout_ms=_POLL_MS, max_records=batch_max(self.database))
                     records = [record_of(message) for messages in batches.values() for message in messages]
                     if records:
                         await self.process(records)
-                    if self._clock.monotonic_s() >= self._checks_retention_at_s:
+                    if self.clock.monotonic_s() >= self._checks_retention_at_s:
                         await self.delete_expired()
-                    if 0 < len(records) < batch_max(self._database):
-                        await self._clock.sleep(_GATHER_S)
+                    if 0 < len(records) < batch_max(self.database):
+                        await self.clock.sleep(_GATHER_S)
             except (KafkaError, OSError, Unavailable) as error:
                 log.warning("reader_reconnects", error=repr(error))
             finally:
                 self.following.clear()
                 await reader.stop()
-            await self._clock.sleep(_RECONNECT_S)
+            await self.clock.sleep(_RECONNECT_S)
 
     async def _connect(self, reader: AIOKafkaConsumer) -> None:
         await reader.start()
         partitions = [partition for topic in TOPICS for partition in await partitions_of(reader, topic)]
         reader.assign(partitions)
-        async with self._database.transaction() as tx:
+        async with self.database.transaction() as tx:
             reached = await _positions(tx)
         for partition in partitions:
             reader.seek(partition, reached.get((partition.topic, partition.partition), 0))
@@ -155,7 +119,7 @@ class TopicFollower:
         A record that cannot be decoded has no effect, because the service that consumes it dead-letters it. A record
         that cannot be applied is logged and skipped, so that it does not stop the others.
         """
-        decoder = BatchDecoder(self._clock)
+        decoder = BatchDecoder(self.clock)
         events = [await self._decode(record, decoder) async for record in with_pauses(records)]
         try:
             await self._commit(records, events)
@@ -165,7 +129,7 @@ class TopicFollower:
             log.warning("batch_split", error=reason_of(error), size=len(records))
             for record, event in zip(records, events, strict=True):
                 await self._commit_alone(record, event)
-        self._changed({record.topic for record in records})
+        self.changed({record.topic for record in records})
 
     async def delete_expired(self) -> None:
         """Delete a portion of the expired rows when the time for it has come.
@@ -175,23 +139,23 @@ class TopicFollower:
         A failure is logged and does not stop the reading.
         """
         try:
-            async with self._database.transaction() as tx:
+            async with self.database.transaction() as tx:
                 await _positions(tx, locked=True)
-                more = await delete_expired(tx, self._names, day=self._day(), retention_days=self._retention_days)
+                more = await delete_expired(tx, self._names, day=self._day(), retention_days=self.retention_days)
         except Exception as error:
             if is_fatal(error):
                 raise
             log.exception("deletion_failed", error=reason_of(error))
             more = False
         if not more:
-            self._checks_retention_at_s = self._clock.monotonic_s() + _RETENTION_INTERVAL_S
+            self._checks_retention_at_s = self.clock.monotonic_s() + _RETENTION_INTERVAL_S
 
     def _day(self) -> int:
-        return epoch_ms(self._clock.now()) // tables.DAY_MS
+        return epoch_ms(self.clock.now()) // tables.DAY_MS
 
     async def _decode(self, record: Record, decoder: BatchDecoder) -> Event | None:
         try:
-            return (await decoder.decode(record, self._blobs)).event
+            return (await decoder.decode(record, self.blobs)).event
         except InvalidEvent:
             return None
 
@@ -206,14 +170,14 @@ class TopicFollower:
             await self._commit([record], [None])
 
     async def _commit(self, records: Sequence[Record], events: Sequence[Event | None]) -> None:
-        async with self._database.transaction() as tx:
+        async with self.database.transaction() as tx:
             reached = await _positions(tx, locked=True)
             log_events = [
                 LogEvent(event, record.partition, record.offset)
                 for record, event in zip(records, events, strict=True)
                 if event is not None and record.offset >= reached.get((record.topic, record.partition), 0)
             ]
-            await Batch(tx, self._names, titles=self._titles, day=self._day()).apply(log_events)
+            await Batch(tx, self._names, titles=self.titles, day=self._day()).apply(log_events)
             for record in records:
                 partition = record.topic, record.partition
                 reached[partition] = max(reached.get(partition, 0), record.offset + 1)
@@ -240,19 +204,6 @@ async def _positions(tx: AsyncConnection, *, locked: bool = False) -> dict[tuple
         await tx.execute(select(func.pg_advisory_xact_lock(_LOCK)))
     rows = await tx.execute(select(tables.positions))
     return {(row.topic, row.partition): row.next_offset for row in rows}
-
-
-def _ranges(offsets: Collection[int]) -> Iterator[tuple[int, int]]:
-    """Yield the first and the last offset of each range of consecutive offsets."""
-    first = last = -1
-    for offset in sorted(offsets):
-        if offset != last + 1 or first < 0:
-            if first >= 0:
-                yield first, last
-            first = offset
-        last = offset
-    if first >= 0:
-        yield first, last
 
 
 class RecordReader:
@@ -320,7 +271,9 @@ class RecordReader:
             begin = (await reader.beginning_offsets([partition]))[partition]
             end = (await reader.end_offsets([partition]))[partition]
             offsets = {offset for part, offset in positions if part == number and begin <= offset < end}
-            for first, last in _ranges(offsets):
+            for _, pairs in groupby(enumerate(sorted(offsets)), lambda pair: pair[1] - pair[0]):
+                consecutive = [offset for _, offset in pairs]
+                first, last = consecutive[0], consecutive[-1]
                 reader.seek(partition, first)
                 reached = first
                 while reached <= last:

@@ -49,16 +49,8 @@ class Verdict:
 
     def row(self, session: int, offset: int) -> dict[str, Any]:
         """Return the row of the verdict. `offset` is -1 until its event was read."""
-        return {
-            "item": self.name,
-            "rater": self.rater,
-            "number": self.number,
-            "session": session,
-            "answer": self.answer,
-            "repeated": self.repeated,
-            "at_ms": self.at_ms,
-            "log_offset": offset,
-        }
+        values = {name: getattr(self, name) for name in ("rater", "number", "answer", "repeated", "at_ms")}
+        return {"item": self.name, **values, "session": session, "log_offset": offset}
 
 
 def item_id(tenant: str, queue: str, session_key: str) -> str:

@@ -60,15 +60,6 @@ class VersionTraffic:
         return math.sqrt(variance / (self.rewards - 1)) if self.rewards > 1 else math.inf
 
 
-@dataclass(frozen=True, slots=True)
-class SharedTask:
-    """A task with the response id of the newest answer of each of two versions."""
-
-    task_id: str
-    first: str
-    second: str
-
-
 async def version_traffic(tx: AsyncConnection, tenant: int, version: str) -> VersionTraffic:
     """Return counts of sessions, turns, tokens, thumbs and rewards of a version, summed over its newest `SESSIONS_MAX`
     sessions.
@@ -98,9 +89,10 @@ async def version_traffic(tx: AsyncConnection, tenant: int, version: str) -> Ver
     return VersionTraffic(sessions, *sums, int(up), int(down), rewards, float(mean), float(square))
 
 
-async def shared_tasks(tx: AsyncConnection, tenant: int, first: str, second: str) -> Sequence[SharedTask]:
-    """Return tasks that occur among the newest sessions of both versions, including evaluation, the latest task
-    first.
+async def shared_tasks(tx: AsyncConnection, tenant: int, first: str, second: str) -> list[tuple[str, str, str]]:
+    """Return tasks that occur among the newest sessions of both versions, including evaluation, the latest task first.
+
+    Each is its id, with the response id of the newest answer of each version.
     """
     sides = [await _by_task(tx, tenant, version) for version in (first, second)]
     left, right = sides
@@ -117,9 +109,7 @@ async def shared_tasks(tx: AsyncConnection, tenant: int, first: str, second: str
     newest = await read_turns(tx, turns_query().join(last, last.c.turn == table.c.id))
     names = {turn["session"]: unpack_id(turn["name"]) for turn in newest}
     return [
-        SharedTask(row.task_id, names[row.first], names[row.second])
-        for row in rows
-        if row.first in names and row.second in names
+        (row.task_id, names[row.first], names[row.second]) for row in rows if row.first in names and row.second in names
     ]
 
 

@@ -11,7 +11,6 @@ import functools
 import json
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeVar
 from urllib.parse import quote
 
@@ -171,16 +170,6 @@ _ANSWER_TIMEOUT_S = 120.0
 _DEFAULT_TENANT = "default"
 
 
-@dataclass(frozen=True, slots=True)
-class FeedbackReply:
-    """Answer of the gateway to feedback. `reason` states why training ignores the feedback, or is None if it may
-    count.
-    """
-
-    feedback_id: str
-    reason: str | None
-
-
 class GatewayClient:
     """Client of the gateway with one API key for each tenant. `answer` runs one call at a time."""
 
@@ -196,8 +185,10 @@ class GatewayClient:
         self._keys = {_DEFAULT_TENANT: internal_key, **keys}
         self._lock = asyncio.Lock()
 
-    async def send(self, user: User, tenant: str, body: Mapping[str, JsonValue], source: str = SOURCE) -> FeedbackReply:
+    async def send(self, user: User, tenant: str, body: Mapping[str, JsonValue], source: str = SOURCE) -> str | None:
         """Send feedback of a user to the gateway, about a session or a response of a tenant.
+
+        Return the reason why training ignores the feedback, or None if it may count.
 
         Args:
             user: the user, who is named as the rater.
@@ -212,8 +203,7 @@ class GatewayClient:
         headers = self._headers(user, tenant, "feedback")
         content = json.dumps({**body, "source": source, "rater": user.name}).encode()
         reply = json.loads(await call("gateway", "POST", f"{self._url}/v1/feedback", headers, content))
-        reason = None if reply.get("teaches", True) else str(reply.get("reason", "no answer can be trained"))
-        return FeedbackReply(str(reply.get("feedback_id", "")), reason)
+        return None if reply.get("teaches", True) else str(reply.get("reason", "no answer can be trained"))
 
     async def answer(self, user: User, turn: Turn, version: str) -> str:
         """Call a version with the prompt of a turn, and return the id of the response.
