@@ -24,11 +24,11 @@ from headrace_runtime.settings.sections import complete
 from headrace_trainer.backends import BACKENDS
 from headrace_trainer.batches.batch import Batch, Row
 from headrace_trainer.experiences.restrictions import TokenSets
-from headrace_trainer.learner import Learner, LearnerLost
+from headrace_trainer.learner import Learner
 from headrace_trainer.lineage.store import LineageStore
 from headrace_trainer.settings import TrainerSettings
 from headrace_trainer.trinity_learner.disk import Disk
-from headrace_trainer.trinity_learner.learner import TrinityLearner
+from headrace_trainer.trinity_learner.learner import JobFailed, TrinityLearner
 from headrace_trainer.trinity_learner.rows import Buffer, TrinityRow, is_finite, rows_of
 from tests.contract.learner.promises import GOING_ON, PROMISES, Opener, Promise, batch
 from tests.trinity import stand_in
@@ -208,18 +208,18 @@ def test_a_finished_step_is_taken_over_and_not_taken_again(
     assert other.freeze() != after
 
 
-def test_a_trinity_that_never_takes_a_step_is_a_loss_with_its_last_words(
+def test_a_trinity_that_takes_no_step_changes_nothing_and_its_log_is_bounded(
     base: Path, tmp_path: Path, learners: list[TrinityLearner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headrace_trainer.trinity_learner.learner.JOBS_MAX", 2)
-    words = [sys.executable, "-c", "print('no GPU here')"]
-    settings = settings_of(base, tmp_path, trinity={"folder": str(tmp_path), "command": words})
-    trinity_learner = TrinityLearner.open(base, settings)
+    monkeypatch.setattr("headrace_trainer.trinity_learner.learner._LOG_BYTES_MAX", 4096)
+    words = [sys.executable, "-c", "print('much output ' * 200_000, 'no GPU here')"]
+    table = {"folder": str(tmp_path), "command": words}
+    trinity_learner = TrinityLearner.open(base, settings_of(base, tmp_path, trinity=table))
     before = trinity_learner.freeze()
-    with pytest.raises(LearnerLost, match=r"2 jobs[\s\S]*no GPU here"):
+    with pytest.raises(JobFailed, match=r"without its step[\s\S]*no GPU here"):
         trinity_learner.step(batch(0), GOING_ON)
-    assert trinity_learner.failure is not None
-    assert trinity_learner.freeze() == before
+    assert (trinity_learner.failure, trinity_learner.freeze()) == (None, before)
+    assert [log.stat().st_size <= 4096 for log in tmp_path.rglob("*.log")] == [True]
 
 
 def test_where_the_optimizer_is_gone_the_weights_are_not(

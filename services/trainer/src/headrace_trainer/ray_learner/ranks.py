@@ -20,6 +20,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from headrace_runtime.errors import SettingError
+from headrace_runtime.process.logs import get_logger
+from headrace_runtime.storage.isolation import reason_of
 from headrace_runtime.storage.versions import model_files
 from headrace_trainer.learner import Abandoned, LearnerLost, NotFinite
 from headrace_trainer.ray_learner import RaySettings
@@ -28,6 +30,7 @@ from headrace_trainer.ray_learner.pieces import MARK, PIECE_BYTES
 from headrace_trainer.ray_learner.rank import Rank, RankLocation
 from headrace_trainer.settings import ComputeSettings
 
+log = get_logger(__name__)
 _COLLECTIVE_TIMEOUT_S = 300.0
 """How long ranks wait for the slowest of them in a collective operation. After that it counts as hung."""
 _CALL_TIMEOUT_S = 3600.0
@@ -262,7 +265,9 @@ class Ranks:
             if isinstance(error.cause, SettingError):  # raised in one rank, while others may wait for it
                 self._lost = str(error.cause)
                 raise error.cause from None
-            self._lost = self._death() or f"{method} has failed in a rank: {error}"
+            log.error("rank_failed", method=method, error=str(error))
+            cause = reason_of(error.cause if isinstance(error.cause, Exception) else error)
+            self._lost = self._death() or f"{method} has failed in a rank: {cause}"
             raise LearnerLost(self._lost) from error
         except (RayError, ConnectionError) as error:
             self._lost = self._death() or f"{method} was not answered: {error}"

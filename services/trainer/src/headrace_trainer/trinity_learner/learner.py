@@ -9,7 +9,10 @@ with the present weights. Later results of the old job are ignored.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import os
 import shutil
 import subprocess
 import threading
@@ -20,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace_runtime.errors import SettingError
+from headrace_runtime.errors import HeadraceError, SettingError
 from headrace_runtime.process.logs import get_logger
 from headrace_runtime.process.parent_death import parent_bound_command
 from headrace_runtime.process.programs import program_environment
@@ -51,11 +54,12 @@ from headrace_trainer.trinity_learner.configuration import (
 from headrace_trainer.trinity_learner.disk import Disk, Pending, pack_weights, unpack_weights
 from headrace_trainer.trinity_learner.rows import Buffer, TrinityRow, is_finite, rows_of
 
-JOBS_MAX = 3
-"""How often a batch is handed over to a new job, if the previous job has ended without its step."""
-
 log = get_logger(__name__)
 _POLL_S = 0.1
+
+
+class JobFailed(HeadraceError):
+    """Error: a job of Trinity has ended without its step. The weights are those before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,28 +183,23 @@ class TrinityLearner(WholeLearner):
     def _train(self, batch: Batch, stop: threading.Event) -> None:
         """Let Trinity train `batch`, and wait until the weights after the step are taken over.
 
-        It raises `Abandoned`, `NotFinite` and `LearnerLost`.
+        It raises `Abandoned`, `JobFailed`, `NotFinite` and `LearnerLost`.
         """
         digest, start = batch.digest(), self._point
         if self._find_earlier_step(digest):
             return
-        why = ""
-        for _ in range(JOBS_MAX):
-            going = self._job_for(batch)
-            target = going.step + 1
-            rows, _out = rows_of(batch, self._trinity.temperature, going.job.size, going.step)
-            self._hand_over(
-                going.job, Pending(start=start.weights, batch=digest, job=going.job.name, step=target), rows
-            )
-            if self._wait_for_step(going, target, stop) and self._take_over_step(going.job, target):
-                going.step, going.at = target, self._point
-                self._sweep()
-                return
-            why = going.runner.output_tail()
-            log.warning("trinity_ended_without_its_step", job=going.job.name, step=target)
-            self._end_job()
-        self._lost = f"Trinity has not taken the step in {JOBS_MAX} jobs; the output of the last one: {why}"
-        raise LearnerLost(self._lost)
+        going = self._job_for(batch)
+        target = going.step + 1
+        rows, _out = rows_of(batch, self._trinity.temperature, going.job.size, going.step)
+        self._hand_over(going.job, Pending(start=start.weights, batch=digest, job=going.job.name, step=target), rows)
+        if self._wait_for_step(going, target, stop) and self._take_over_step(going.job, target):
+            going.step, going.at = target, self._point
+            self._sweep()
+            return
+        why = going.runner.output_tail()
+        log.warning("trinity_ended_without_its_step", job=going.job.name, step=target)
+        self._end_job()
+        raise JobFailed(f"job {going.job.name} of Trinity has ended without its step; the end of its output: {why}")
 
     def _find_earlier_step(self, digest: str) -> bool:
         """Return whether an earlier process has already trained this batch on these weights."""
@@ -303,6 +302,10 @@ def _other_back_end(lineage: str) -> SettingError:
 
 _END_S = 20.0
 _LOG_TAIL_BYTES = 2000
+_LOG_BYTES_MAX = 16 << 20
+"""Largest size of a job's log. The older half of a full log is removed."""
+_LOG_PIECE_BYTES = 1 << 16
+_LOG_END_S = 2.0
 
 
 class TrinityProcess:
@@ -317,17 +320,35 @@ class TrinityProcess:
             SettingError: the command cannot be started.
         """
         self._log = log
-        with log.open("ab") as file:
-            try:
-                self._process = subprocess.Popen(
-                    parent_bound_command([*command, str(configuration)]),
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    env=program_environment(environment_names),
-                )
-            except OSError as error:
-                raise SettingError("trainer.trinity.command", list(command), f"does not start: {error}") from None
+        log.touch()
+        try:
+            self._process = subprocess.Popen(
+                parent_bound_command([*command, str(configuration)]),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=program_environment(environment_names),
+            )
+        except OSError as error:
+            raise SettingError("trainer.trinity.command", list(command), f"does not start: {error}") from None
+        self._copier = threading.Thread(target=self._copy_output, name=f"log of {log.stem}", daemon=True)
+        self._copier.start()
+
+    def _copy_output(self) -> None:
+        """Append the process's output to the log. Where the disk is full, output is lost and the process goes on."""
+        output = self._process.stdout
+        assert isinstance(output, io.BufferedReader)
+        with output:
+            while piece := output.read1(_LOG_PIECE_BYTES):
+                with contextlib.suppress(OSError), self._log.open("r+b") as file:
+                    size = file.seek(0, os.SEEK_END)
+                    if size + len(piece) > _LOG_BYTES_MAX:
+                        file.seek(max(0, size - _LOG_BYTES_MAX // 2))
+                        newest = file.read()
+                        file.seek(0)
+                        file.truncate()
+                        file.write(newest)
+                    file.write(piece[-_LOG_BYTES_MAX // 2 :])
 
     @property
     def ended(self) -> bool:
@@ -335,6 +356,8 @@ class TrinityProcess:
 
     def output_tail(self) -> str:
         """Return the end of the process's output."""
+        if self.ended:
+            self._copier.join(_LOG_END_S)  # a process that it has started may keep its output open
         with self._log.open("rb") as file:
             file.seek(max(0, self._log.stat().st_size - _LOG_TAIL_BYTES))
             return file.read().decode(errors="replace").strip()
