@@ -318,7 +318,7 @@ async def test_garbage_collects_other_versions_while_a_manifest_cannot_be_read(
     bench: CatalogBench, damage: str, is_retired: bool
 ) -> None:
     shared = File(path="shared.json", blob=bench.rig.blobs.put(b"shared"))
-    damaged = await (retired if is_retired else type(bench).register)(bench, "v1", files=(shared,))
+    damaged = await (retired(bench, "v1", files=(shared,)) if is_retired else bench.register("v1", files=(shared,)))
     other = await retired(bench, "v2", files=(shared,))
     answer = (await bench.get(f"versions/{damaged}")).json()["data"][0]
     damage_manifest(bench, VersionState.model_validate(answer), damage)
