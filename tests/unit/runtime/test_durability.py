@@ -80,16 +80,6 @@ async def test_what_is_owed_is_sent_in_order_and_then_forgotten(stream: Bench, o
     assert await stream.count("outbox") == 1, "acknowledged rows go with the next transaction"
 
 
-async def test_the_ids_of_rows_follow_the_order_of_their_records(stream: Bench, outbox: Outbox) -> None:
-    """After a crash, the next process sends the remaining rows in the order of their ids."""
-    names = [str(number) for number in range(300)]
-    await owe(stream, outbox, *names)
-    await owe(stream, outbox, "last")
-    restarted = another(stream)
-    assert await restarted.adopt(at_start=True) == 301
-    assert sent(stream) == [*names, "last"]
-
-
 async def test_rows_are_inserted_in_few_statements(stream: Bench, outbox: Outbox) -> None:
     inserts: list[str] = []
 
@@ -200,16 +190,6 @@ async def test_more_than_one_batch_is_sent_and_forgotten_whole(
     await outbox.flush()
     await owe(stream, outbox)
     assert await stream.count("outbox") == 0, "every row that was acknowledged is gone"
-
-
-async def test_what_was_rolled_back_is_never_sent(stream: Bench, outbox: Outbox) -> None:
-    async with stream.aborted() as tx:
-        await outbox.add(tx, await outbox.encode([reward("never")]))
-    outbox.mark_rolled_back()
-    await owe(stream, outbox)
-    await outbox.flush()
-    assert sent(stream) == []
-    assert await stream.count("outbox") == 0
 
 
 async def test_a_record_that_the_bus_refuses_for_good_is_named_and_holds_up_no_other(

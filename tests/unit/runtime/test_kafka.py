@@ -1,7 +1,8 @@
 """Tests of records, tables and topics on the bus.
 
 Events are converted to records and back, small and large. The number of values in a JSON text is known before parsing.
-A table is tested with an unavailable bus. A created topic can be used even if some brokers learn of it later.
+A table is tested with an unavailable bus. A created topic can be used even if some brokers learn of it later. A
+gateway learns versions and the algorithms that train them only from published records.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import gc
 import json
 import random
+from datetime import UTC, datetime
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,14 +21,17 @@ import pytest
 from headrace_runtime.errors import InvalidEvent, Unavailable
 from headrace_runtime.kafka import topics, wire
 from headrace_runtime.kafka.consumer import TopicTable
+from headrace_runtime.kafka.known_versions import KnownVersions
 from headrace_runtime.kafka.wire import Outgoing, Record, decode, encode, exceeds_value_limits
 from headrace_runtime.process import logs
 from headrace_runtime.settings.sections import BusSettings
 from headrace_runtime.storage.blobs import BlobStore
-from headrace_schemas import EVENTS, Event, Feedback, Routing
+from headrace_runtime.storage.versions import store
+from headrace_schemas import EVENTS, Checkpoint, Event, Feedback, Routing
+from headrace_schemas.events.checkpoint import LearnedSignals
 from headrace_schemas.events.envelope import Envelope
 from headrace_schemas.values.base import utcnow
-from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX, BlobRef
+from headrace_schemas.values.blobs import PAYLOAD_BYTES_MAX, BlobRef, Fingerprint
 from tests.support.hostile_json import event_examples
 from tests.support.machine import blocked
 from tests.support.processes import free_port
@@ -277,3 +282,58 @@ async def test_what_was_created_is_waited_for(monkeypatch: pytest.MonkeyPatch) -
 async def test_topics_that_never_show_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Unavailable, match=r"has created (feedback, turns|turns, feedback) but does"):
         await ensured(monkeypatch, LateCluster(shown_at=1000), 0.1)
+
+
+SFT = LearnedSignals(algorithm="sft", rewards=False, edits=True, preferences=False, logprobs=False)
+
+
+KTO = LearnedSignals(algorithm="kto", rewards=True, edits=True, preferences=True, logprobs=False)
+
+
+def checkpoint(version: str, lineage: str, learns: LearnedSignals | None = None, model: str = "m") -> Checkpoint:
+    blob = BlobRef(uri="memory://none", sha256="0" * 64, size=1)
+    return Checkpoint(
+        time=datetime(2026, 1, 1, tzinfo=UTC), model=model, version=version, lineage=lineage, step=0, manifest=blob,
+        learns=learns,
+    )  # fmt: skip
+
+
+def test_the_last_announcement_of_a_models_trainer_counts_for_versions_of_its_lineage(tmp_path: Path) -> None:
+    async def refuse(_record: Record, error: Exception) -> None:
+        raise error
+
+    versions = KnownVersions(BusSettings(), "test", BlobStore(tmp_path.as_uri()), refuse)
+    first, later, job = (f"m@{digit * 16}" for digit in "123")
+    assert versions.signals_of("m", first) is None
+    versions.checkpoint("m", checkpoint(first, "main", SFT))
+    versions.checkpoint("m", checkpoint(job, "of a job"))
+    versions.checkpoint("other", checkpoint(first, "main", KTO, model="other"))
+    assert versions.signals_of("m", first) == SFT
+    assert versions.signals_of("m", later) == SFT, "it may have been announced after this gateway read it"
+    assert versions.signals_of("m", job) is None, "the trainer drops it as foreign"
+    versions.checkpoint("m", checkpoint(first, "main", KTO))
+    assert versions.signals_of("m", first) == KTO, "the trainer was started with another algorithm"
+
+
+@pytest.mark.parametrize(
+    "config", ["[]", "{", '"x"', "3", '{"text_config": []}', '{"vocab_size": "many"}', "[" * 99_999]
+)
+async def test_a_version_whose_configuration_is_damaged_has_no_known_vocabulary(
+    blobs: BlobStore, tmp_path: Path, config: str
+) -> None:
+    async def refuse(_record: Record, error: Exception) -> None:
+        raise error
+
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name, text in {"model.safetensors": "weights", "tokenizer.json": "{}", "config.json": config}.items():
+        (folder / name).write_text(text)
+    fingerprint = Fingerprint(token_ids=(1, 2, 3), logprobs=(-0.5, -0.25))
+    manifest, ref = store(blobs, folder, name="m", lineage="main", step=0, fingerprint=fingerprint)
+    versions = KnownVersions(BusSettings(), "test", blobs, refuse)
+    versions.checkpoint("m", checkpoint(manifest.version, "main").model_copy(update={"manifest": ref}))
+    versions._checkpoints.loaded.set()
+    versions._routings.loaded.set()
+    known = await versions.models("m")
+    assert "m" not in known.vocabularies
+    assert manifest.version in known.versions["m"]

@@ -152,13 +152,6 @@ async def test_one_bad_record_costs_the_others_nothing(stream: Bench, handlers: 
     assert Feedback.from_json(letter.value).feedback_id == "b"
 
 
-async def test_a_record_that_fails_once_is_handled_at_the_second_try(stream: Bench, handlers: Handlers) -> None:
-    handlers.on["b"] = [RuntimeError("in the batch"), RuntimeError("alone")]
-    await stream.deliver(feedback("a"), feedback("b"))
-    assert await handled_ids(stream) == ["a", "b"]
-    assert stream.sent(DeadLetter) == []
-
-
 async def test_a_handler_can_refuse_an_event_with_a_reason(stream: Bench, handlers: Handlers) -> None:
     handlers.on["a"] = [InvalidEvent("unknown_target", "no such turn")] * 2
     await stream.deliver(feedback("a"), feedback("b"))
@@ -333,17 +326,6 @@ async def test_a_serialization_failure_is_tried_again_and_is_no_poison(stream: B
     await stream.deliver(feedback("a"))
     assert await handled_ids(stream) == published(stream) == ["a"]
     assert stream.sent(DeadLetter) == []
-
-
-async def test_events_of_a_rolled_back_transaction_are_not_sent_with_the_next(
-    stream: Bench, handlers: Handlers
-) -> None:
-    handlers.after_batch_fails = Unavailable("the step after a batch cannot be done now")
-    with pytest.raises(Unavailable):
-        await stream.deliver(feedback("a"))
-    handlers.after_batch_fails = None
-    await stream.deliver(feedback("b"))
-    assert published(stream) == ["b"]
 
 
 async def test_a_consumer_without_room_for_refusals_stops_and_goes_on_when_told(
