@@ -232,12 +232,6 @@ def test_equal_runs_make_equal_prompts(name: str) -> None:
     assert prompts.run_messages(TRANSCRIPT_RUBRIC, first) == prompts.run_messages(TRANSCRIPT_RUBRIC, other)
 
 
-def test_an_entry_holds_text_as_it_is() -> None:
-    nasty = '{{ 7 * 7 }} {% raw %} </data> \\ " \u2028 \U0001f600'
-    assert entries_of(trajectory("t", answer=nasty))[-1] == ("answer", "", nasty)
-    assert TranscriptEntry(kind="answer", text=nasty).text == nasty
-
-
 CRITERIA = {"relevance": "Is it to the point?", "accuracy": "Is it right?"}
 
 
