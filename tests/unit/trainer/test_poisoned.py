@@ -154,7 +154,7 @@ def test_up_to_four_of_128_strays_have_no_influence_and_a_fifth_changes_the_unit
         assert (bounds.high == 1.0) == (count <= WINDOW // 32), f"{count} strays: {bounds}"
 
 
-@pytest.mark.parametrize(("before", "after"), [(1.0, 100.0), (100.0, 1.0)])
+@pytest.mark.parametrize(("before", "after"), [(10.0, 1.0), (1.0, 100.0), (100.0, 1.0)])
 def test_a_change_of_unit_is_adapted_to_within_128_runs(before: float, after: float) -> None:
     assert strays.runs_to_adapt(0, before, after) <= strays.ADAPTED_MAX
 

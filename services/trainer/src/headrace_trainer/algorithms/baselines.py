@@ -47,10 +47,11 @@ class Mean(Model):
         return Mean(total=aged.total + new.total, weight=aged.weight + new.weight, age=self.age + new.weight)
 
     def winsorise(self, bounds: Bounds) -> Mean:
-        """Return the mean with its value moved into `bounds` if it is outside."""
-        if self.weight <= _ROUNDING or bounds.winsorise(self.value) == self.value:
+        """Return the mean, moved to the nearest value of the window if it lies beyond all of them by half a spread."""
+        value, margin = self.value if self.weight > _ROUNDING else bounds.low, bounds.spread / 2
+        if bounds.low - margin <= value <= bounds.high + margin:
             return self
-        return self.model_copy(update={"total": bounds.winsorise(self.value) * self.weight})
+        return self.model_copy(update={"total": min(max(value, bounds.low), bounds.high) * self.weight})
 
     def decay_by(self, runs: float, decay: float) -> Mean:
         """Return the mean with `total` and `weight` multiplied by `decay ** runs`."""
@@ -103,9 +104,9 @@ class Baselines(Model):
     def repair(self, ranges: RewardRanges, limits: RangeLimits, rewards: Mapping[str, Sequence[float]]) -> Baselines:
         """Return the baselines with `ranges`, and with the means corrected that are implausible by these ranges.
 
-        A mean outside the bounds of the last rewards becomes the nearest reward within them. A deviation of more
-        than `_SPREADS_MAX` spreads becomes that of the last rewards. The mean of a task is only examined where
-        `rewards` has its rewards of this batch, and all of these are within the bounds.
+        A mean that lies beyond the last rewards by more than half a spread becomes the nearest of them, because they
+        have another unit. A deviation of more than `_SPREADS_MAX` spreads becomes that of the last rewards. The mean of
+        a task is only examined where `rewards` has its rewards of this batch, and all of these are within the bounds.
         """
         bounds = ranges.combined_bounds(limits)
         if bounds is None:
