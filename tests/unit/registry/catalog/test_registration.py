@@ -307,6 +307,7 @@ async def test_tags_and_notes_are_stored_and_limited(bench: CatalogBench) -> Non
 
 def damage_manifest(bench: CatalogBench, version: VersionState, damage: str) -> None:
     blobs, ref = bench.rig.blobs, version.manifest
+    assert ref is not None
     blobs.delete(ref)
     if damage != "gone":
         blobs._write(blobs._path(ref.sha256), b"{}" if damage == "flipped" else b"")

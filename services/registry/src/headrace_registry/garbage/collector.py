@@ -230,8 +230,8 @@ class GarbageCollector:
 
         await self._processor.step(read_versions)
         for lineage, versions in (await asyncio.to_thread(lineages.needed_versions, self._blobs)).items():
-            for version in versions:
-                needs.setdefault(version, []).append(f"lineage {lineage} goes on from it or may go back to it")
+            for name in versions:
+                needs.setdefault(name, []).append(f"lineage {lineage} goes on from it or may go back to it")
         active_versions, examined = [*kept_versions, *retired[RETIRED_MAX:]], retired[:RETIRED_MAX]
         active = await asyncio.to_thread(self._manifests, active_versions)
         removable = await asyncio.to_thread(self._manifests, examined)

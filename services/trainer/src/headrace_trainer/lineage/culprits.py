@@ -277,7 +277,7 @@ def _harmless_batch() -> Batch:
     """Return a batch with one short row that every model can train."""
     tokens, mask = np.zeros(3, np.int32), np.array([False, True, True])
     behaviour, unit_weights = np.where(mask, -1.0, 0.0).astype(np.float32), np.ones(3, np.float32)
-    return Batch((Row("", 0, tokens, mask, behaviour, unit_weights, np.float32(0.5), np.zeros(3, np.bool_)),))
+    return Batch((Row("trial", 0, tokens, mask, behaviour, unit_weights, np.float32(0.5), np.zeros(3, np.bool_)),))
 
 
 def apply_result(prepared: PreparedBatch, result: StepResult, *, has_teacher: bool = False) -> list[TrainedExperience]:
