@@ -118,7 +118,7 @@ class RegistrySettings(ServiceSettings):
     versions_bytes_max: Annotated[int, Field(ge=1)] | None = None
     """Bytes that the files of all versions and the next one may take. Beyond it the registry retires and removes
     trained versions that are not needed: first versions that never served, the oldest first. Manifests, labelled
-    versions and the previous champion stay. Without a value: 2 GiB, or five times the largest version if that is
-    more."""
+    versions and two former champions of each model stay. Without a value: 2 GiB, or five times the largest version
+    if that is more."""
     retry_s: Positive = 60.0
     """Seconds that bus or database may be away before the process gives up and is restarted."""

@@ -263,12 +263,12 @@ async def test_storage_limit_removes_versions_but_keeps_rollback_targets(bench: 
     names = await bench.rig.promote_in_turn(0, 1, 2, 3, 4, 5)
     save_lineage(bench.rig.blobs, "main", names[0], names[5])
     assert await bounded(bench, 1 << 20) == ()
-    assert await bounded(bench, 1) == (names[1], names[2], names[3])
-    assert [file_exists(bench, f"weights {n}") for n in range(6)] == [True, False, False, False, True, True]
+    assert await bounded(bench, 1) == (names[1], names[2])
+    assert [file_exists(bench, f"weights {n}") for n in range(6)] == [True, False, False, True, True, True]
     assert await bounded(bench, 1) == (), "the rest is needed"
     await collect(bench)
     entries = (await bench.get("audit")).json()["data"]
-    assert [(entry["action"], entry["version"]) for entry in entries] == [("collect", name) for name in names[3:0:-1]]
+    assert [(entry["action"], entry["version"]) for entry in entries] == [("collect", name) for name in names[2:0:-1]]
     assert "registry.versions_bytes_max" in entries[0]["why"]
 
 
@@ -341,13 +341,11 @@ async def test_storage_limit_removes_nothing_when_a_lineage_cannot_be_read(bench
 
 
 def test_storage_limit_counts_the_room_of_the_next_version() -> None:
-    records = [
-        _record(n, state) for n, state in enumerate(["promoted", "rejected", "promoted", "promoted", "promoted"])
-    ]
+    records = [_record(n, state) for n, state in enumerate(["promoted", "rejected", *["promoted"] * 4])]
     blobs = {record.version: {"tokenizer": 1, f"weights {record.number}": 10} for record in records}
-    assert plan.versions_over_limit(records, blobs, {"m@0"}, 51 + 11) == ()
-    assert plan.versions_over_limit(records, blobs, {"m@0"}, 51 + 10) == ("m@1",)
-    assert plan.versions_over_limit(records, blobs, {"m@0"}, 51) == ("m@1", "m@2")
+    assert plan.versions_over_limit(records, blobs, {"m@0"}, 61 + 11) == ()
+    assert plan.versions_over_limit(records, blobs, {"m@0"}, 61 + 10) == ("m@1",)
+    assert plan.versions_over_limit(records, blobs, {"m@0"}, 61) == ("m@1", "m@2")
 
 
 def _record(number: int, state: str, **fields: object) -> VersionRecord:

@@ -80,7 +80,7 @@ def _collectable(version: Manifest, used: Set[str]) -> CollectableVersion:
     return CollectableVersion(version.version, tuple(removable.values()))
 
 
-ROLLBACK_TARGETS = 1
+ROLLBACK_TARGETS = 2
 """Number of former champions of each model that are not deleted, in addition to needed versions."""
 _DECIDED = ("rejected", "skipped", "withdrawn", "held", "promoted")
 _BYTES_MIN, _OF_SIZE = 2 << 30, 5
