@@ -124,6 +124,14 @@ def test_prompt_cache_key_tells_conversations_apart_and_merges_none() -> None:
     assert session(HELLO, cache_key=7) == session(HELLO, cache_key=None)
 
 
+def test_a_user_cannot_imitate_another_with_a_cache_key() -> None:
+    def session(user: str, cache_key: str) -> str:
+        return identify(caller(), {}, RequestMetadata({}, {}), "tiny", (HELLO,), user, cache_key).session_id
+
+    assert session("ann", "thread") != session("ann\0thread", "")
+    assert session("ann\0", "thread") != session("ann", "\0thread")
+
+
 def test_tenants_never_share_a_session() -> None:
     mine = identity(headers={b"x-session-id": b"run-1"})
     other_tenant = identity(headers={b"x-session-id": b"run-1"}, by=caller(tenant="other"))

@@ -9,6 +9,7 @@ offers no tools. The collector checks that assumption against the other calls of
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -193,7 +194,8 @@ def identify(
     """
     named = metadata.label("user_id") or (user if isinstance(user, str) else None)
     purpose = metadata.purpose()
-    use = "\0".join((f"{purpose} {model}", named or "", cache_key if isinstance(cache_key, str) else ""))
+    parts = (f"{purpose} {model}", named or "", cache_key if isinstance(cache_key, str) else "")
+    use = json.dumps(parts) if any("\0" in part for part in parts) else "\0".join(parts)
     session_id, source = _session(caller, scope, metadata, use, messages)
     return CallIdentity(
         tenant=caller.tenant,
