@@ -84,16 +84,27 @@ class Producer:
         self._size_max = max_request_size
         self._closed = False
         self._waiting: dict[TopicPartition, deque[_Send]] = defaultdict(deque)
+        # What `EventProducer.abandon` uses of aiokafka.
+        self._sender = SimpleNamespace(sender_task=None)
+        self._message_accumulator = SimpleNamespace(fail_all=self._discard)
 
     async def start(self) -> None:
         await connect(self._bus)
 
-    async def stop(self) -> None:
-        """Flush all records, which never ends if the bus stays away."""
-        self._closed = True
+    async def flush(self) -> None:
+        """Send all records, which never ends if the bus stays away."""
         while any(self._waiting.values()):
             living()
             await asyncio.sleep(0.05)
+
+    async def stop(self) -> None:
+        self._closed = True
+        await self.flush()
+
+    def _discard(self, error: Exception) -> None:
+        for sends in self._waiting.values():
+            while sends:
+                _finish(sends.popleft().future, error)
 
     async def send(
         self, topic: str, value: bytes | None, key: bytes | None, partition: int | None, headers: list[Any]
@@ -131,6 +142,8 @@ class Producer:
             if sends and not bus.away and bus.draw.random() < _IN_FLIGHT:
                 self._append(sends[0])
             return
+        if not sends:
+            return
         if not bus.away:
             self._append(sends[0])
             asyncio.get_running_loop().call_later(bus.latency_s(), self._acknowledge, topic_partition)
@@ -164,6 +177,8 @@ class Producer:
                 asyncio.get_running_loop().call_later(wait_s, self._acknowledge, topic_partition)
             return
         sends = self._waiting[topic_partition]
+        if not sends:
+            return
         sending = sends.popleft()
         assert sending.answer is not None, "only what was appended is acknowledged"
         _finish(sending.future, sending.answer)
