@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from headrace_schemas import EVENTS
+from tests.attack.route_inputs import KnownTurns, http_input, record_headers, topic_inputs
 from tests.mutants import program
 from tests.mutants.program import Planted, Waiting, planted
 from tests.mutants.trial import ROOT, CoveringTests, Mutant, split, try_mutant
@@ -177,3 +179,13 @@ def test_tests_that_run_a_changed_statement_come_first_the_shortest_before() -> 
     assert by_line.covering(text.replace("if x", "if not x")) == ["other", "fast", "slow"]
     assert by_line.covering(text) == []
     assert by_line.covering("X = 1\n" + text) == ["other", "fast", "slow"]
+
+
+def test_attacks_draw_inputs_for_every_route_and_topic() -> None:
+    rng = random.Random(presence.draw_seed())
+    names = tuple(f"chatcmpl-{number}" for number in range(80))
+    turns = KnownTurns("tiny", "tiny@1", names, ("session", "another"), "chatcmpl-of-another")
+    inputs = [http_input(turns, rng, chat=chat) for chat in (True, False) for _ in range(200)]
+    assert {sent.method for sent in inputs} == {"GET", "POST"}
+    assert topic_inputs().keys() == EVENTS.keys()
+    assert all(record_headers(topic, rng) and examples for topic, examples in topic_inputs().items())
