@@ -30,7 +30,7 @@ from tests.support.service_process import BusView, bus_view
 from tests.system.program import Line, none_of
 
 _SERVICES = ("broker", "gateway", "collector", "scorer", "registry")
-_SIZE_MB = 512
+_SIZE_MB = 1024
 _USERS = 6
 _BEFORE_S, _AFTER_S = 5.0, 8.0
 _FULL_S = float(os.environ.get("ATTACK_FULL_DISK_S", "120"))
