@@ -68,15 +68,16 @@ class EventProducer:
         """
         if self._producer is None:
             return
-        flushing = asyncio.create_task(self._producer.flush())
-        await asyncio.wait([flushing], timeout=self._settings.request_timeout_s)
-        if flushing.done():
+        try:
+            async with asyncio.timeout(self._settings.request_timeout_s):
+                await self._producer.flush()
+        except TimeoutError:
+            reason = "the bus has not acknowledged them in time"
+            log.warning("records_discarded", bus=self._settings.address, reason=reason)
+            await self.abandon()
+        else:
             producer, self._producer = self._producer, None
             await producer.stop()
-            return
-        flushing.cancel()
-        log.warning("records_discarded", bus=self._settings.address, reason="the bus has not acknowledged them in time")
-        await self.abandon()
 
     async def abandon(self) -> None:
         """Disconnect, and discard the queued records.
