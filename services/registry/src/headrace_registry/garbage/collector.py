@@ -242,8 +242,8 @@ class GarbageCollector:
                 needs.setdefault(version.base, []).append(f"{version.version} is an adapter of it")
         protected = {version.manifest.sha256 for version in (*retired, *kept_versions)}
         protected |= await self._recorded_files(unreadable)
-        plan_made = plan.make_plan(removable, active, needs, protected)
-        return replace(plan_made, kept=(*plan_made.kept, *map(self._keep_unreadable, unreadable)))
+        readable = plan.make_plan(removable, active, needs, protected)
+        return replace(readable, kept=(*readable.kept, *map(self._keep_unreadable, unreadable)))
 
     def _keep_unreadable(self, version: VersionRecord) -> KeptVersion:
         problem = f"its manifest cannot be read: {self._problems[version.version]}"
@@ -310,12 +310,11 @@ class GarbageCollector:
         Raises:
             Refused: no earlier run could read one of these manifests.
         """
-        files: dict[str, str | None] = {}
+        files: dict[str, str | None] = {version.version: None for version in versions}
 
         async def read(tx: AsyncConnection, _now: datetime) -> Sequence[Event]:
-            for version in versions:
-                statement = select(VERSION_FILES.c.files).where(VERSION_FILES.c.version == version.version)
-                files[version.version] = (await tx.execute(statement)).scalar_one_or_none()
+            query = select(VERSION_FILES.c.version, VERSION_FILES.c.files).where(VERSION_FILES.c.version.in_(files))
+            files.update({row.version: row.files for row in await tx.execute(query)})
             return ()
 
         if versions:

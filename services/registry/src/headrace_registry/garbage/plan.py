@@ -63,14 +63,15 @@ def make_plan(
     for manifest in (*needed, *active):
         if manifest.base in retired_by_version:
             needed_by.setdefault(manifest.base or "", []).append(f"{manifest.version} is an adapter of it")
-    kept = [manifest for manifest in retired if manifest.version in needed_by]
-    used_digests = {file.blob.sha256 for manifest in (*active, *kept) for file in manifest.files} | protected
+    remaining = [manifest for manifest in retired if manifest.version in needed_by]
+    used_digests = {file.blob.sha256 for manifest in (*active, *remaining) for file in manifest.files} | protected
     return GarbagePlan(
         collectable=tuple(
             _collectable(manifest, used_digests) for manifest in retired if manifest.version not in needed_by
         ),
         kept=tuple(
-            KeptVersion(version=manifest.version, needed_by=tuple(needed_by[manifest.version])) for manifest in kept
+            KeptVersion(version=manifest.version, needed_by=tuple(needed_by[manifest.version]))
+            for manifest in remaining
         ),
     )
 
