@@ -65,9 +65,9 @@ class EqualReplies:
         if content is None:
             candidates = [self._all.first(continued)]
         else:
-            found = [replies.prefixes(content.prompt) for replies in self._with_most_calls(content)]
-            longest = max(length for length, _ in found)
-            candidates = [_first(heap, continued) for length, heap in found if length == longest]
+            prefixes = [replies.prefixes(content.prompt) for replies in self._with_most_calls(content)]
+            longest = max(length for length, _ in prefixes)
+            candidates = [_first(heap, continued) for length, heap in prefixes if length == longest]
         best = min(filter(None, candidates), default=None)
         return None if best is None else (best[-1], best[-2])
 

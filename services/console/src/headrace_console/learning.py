@@ -243,9 +243,9 @@ def _describe_open_rules(text: str, numbers: Mapping[str, float]) -> list[str]:
     """
     rules = []
     for part in text.split("; "):
-        names, found, end = part.partition(" not shown to be ")
+        names, separator, end = part.partition(" not shown to be ")
         stage = end.rpartition("stage ")[2] if "stage" in end else ""
-        for name in names.split(", ") if found else ():
+        for name in names.split(", ") if separator else ():
             rule = f"the guardrail {name}" + (f" before stage {stage}" if stage else "")
             limit = f"stage_{stage}_limit" if stage else "limit"
             is_metric = name != "arms of one size"
