@@ -50,15 +50,16 @@ _build_shared_objects_once()
 @pytest.fixture(scope="session")
 def embedded_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Bootstrap address of an embedded broker."""
-    broker = BrokerProcess(tmp_path_factory.mktemp("broker"))
-    broker.start()
-    yield broker.address
-    broker.stop()
+    yield from _broker_address(tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def module_bus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Bootstrap address of an embedded broker for the tests of one module alone."""
+    yield from _broker_address(tmp_path_factory)
+
+
+def _broker_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     broker = BrokerProcess(tmp_path_factory.mktemp("broker"))
     broker.start()
     yield broker.address

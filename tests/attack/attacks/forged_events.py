@@ -25,7 +25,7 @@ from headrace_schemas.values import ids
 from headrace_schemas.values.base import utcnow
 from headrace_schemas.values.blobs import File, Fingerprint, Manifest
 from tests.attack.program import attack
-from tests.attack.stacks import Place, SmallStack, small_stack
+from tests.attack.stacks import Place, SmallStack, beside, small_stack
 from tests.support.fake_replica import VERSION, FakeReplica
 from tests.support.gateway import routing
 from tests.support.servers import BrokerProcess
@@ -238,7 +238,7 @@ async def forged_replicas(folder: Path, rng: random.Random) -> list[Line]:
         replica = await stack.enter_async_context(FakeReplica().running())
         view = await stack.enter_async_context(bus_view(broker.address, folder / "data"))
         await view.producer.send(routing(VERSION))
-        await stack.enter_async_context(_beating(view, replica, security))
+        await stack.enter_async_context(beside(_beat(view, replica, security)))
         await asyncio.gather(*(view.producer.send(_forged(replica, traps, rng)) for _ in range(RECORDS // 2)))
         stack.callback(gateway.stop)
         await asyncio.to_thread(gateway.start)
@@ -273,15 +273,7 @@ async def _failed_calls(url: str) -> int:
     return sum(answer.status_code != 200 for answer in answers)
 
 
-@contextlib.asynccontextmanager
-async def _beating(view: BusView, replica: FakeReplica, security: SecuritySettings) -> AsyncIterator[None]:
-    async def beat() -> None:
-        while True:
-            await view.producer.send(sign_replica(replica.heartbeat(), security))
-            await asyncio.sleep(_BEAT_S)
-
-    task = asyncio.create_task(beat())
-    try:
-        yield
-    finally:
-        task.cancel()
+async def _beat(view: BusView, replica: FakeReplica, security: SecuritySettings) -> None:
+    while True:
+        await view.producer.send(sign_replica(replica.heartbeat(), security))
+        await asyncio.sleep(_BEAT_S)

@@ -9,7 +9,7 @@ import json
 import random
 import shutil
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -29,6 +29,7 @@ from headrace_trainer.lineage.lineage import Lineage
 from headrace_trainer.lineage.opening import open_lineage
 from headrace_trainer.settings import TrainerSettings
 from tests.attack.program import attack
+from tests.attack.stacks import beside
 from tests.support import hostile_json, tiny_model
 from tests.support.fake_replica import VERSION, FakeReplica
 from tests.support.gateway import routing
@@ -242,7 +243,7 @@ async def exact_names(folder: Path, rng: random.Random) -> list[Line]:
         await stack.enter_async_context(replica.running())
         view = await stack.enter_async_context(bus_view(broker.address, folder / "data"))
         await view.producer.send(routing(VERSION))
-        await stack.enter_async_context(_beating(view, replica))
+        await stack.enter_async_context(beside(_beat(view, replica)))
         stack.callback(gateway.stop)
         await asyncio.to_thread(gateway.start)
         await asyncio.to_thread(wait_healthy, gateway.url)
@@ -309,16 +310,7 @@ async def _events(view: BusView) -> tuple[list[Turn], list[Feedback], list[Sessi
     return turns, feedback, ends
 
 
-@contextlib.asynccontextmanager
-async def _beating(view: BusView, replica: FakeReplica) -> AsyncIterator[None]:
-    async def beat() -> None:
-        while True:
-            await view.producer.send(replica.heartbeat())
-            await asyncio.sleep(_BEAT_S)
-
-    task = asyncio.create_task(beat())
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
+async def _beat(view: BusView, replica: FakeReplica) -> None:
+    while True:
+        await view.producer.send(replica.heartbeat())
+        await asyncio.sleep(_BEAT_S)
